@@ -407,6 +407,7 @@ class TinyK3(nn.Module):
         r = _rows(batch, s.conv_width, self.device)
         tokens = batch.tokens.to(self.device)
         null_rows = r.row_slot == 0
+        all_live = min(batch.slots) > 0
 
         def kda(i: int, attn: Kda, n: Tensor) -> Tensor:
             p = attn.project(n)
@@ -422,6 +423,7 @@ class TinyK3(nn.Module):
                 cu_seqlens=r.cu, initial_state=cache.recurrent[i][r.slots], has_initial_state=r.has_state & r.live,
                 output_gate=p["output_gate"], norm_weight=attn.norm.detach(), lower_bound=attn.lower_bound, num_decodes=batch.num_decodes,
                 spec_mask=batch.spec_mask, num_accepted_tokens=batch.num_accepted_tokens, eps=attn.eps, layer=i, step=batch.step,
+                state_indices=None if all_live else r.slots,
             )  # fmt: skip
             out = kda_layer_step(call, route=route, impl=impl, padding=padding(i) if callable(padding) else padding)
             live = r.slots[r.live]
