@@ -239,7 +239,7 @@ def test_every_kernel_compiles_without_a_gpu(compiling_env):
     done = subprocess.run([sys.executable, __file__], env=compiling_env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     report = json.loads(done.stdout)
-    assert len(report["kernels"]) == 2 * 2 * (7 + 3)
+    assert len(report["kernels"]) == 2 * 2 * (7 + 3 + 2)
     assert all(row["spills"] == 0 and row["shared"] <= 65536 for row in report["kernels"]), report["kernels"]
     assert "TRITON_INTERPRET=1" in report["refusal"]
 
@@ -297,6 +297,7 @@ def compile_all() -> dict:
     jobs = [(name, getattr(tc, f"{name}_fwd_kernel"), tc.DEFAULTS[name], {}) for name in tc.DEFAULTS]
     jobs += [("recompute_w_u", tc.recompute_w_u_fwd_kernel, tc.DEFAULTS["recompute_w_u"], {"PADDING": p}) for p in ("zero", "nan")]
     jobs += [("intra", tc.intra_fwd_kernel, tc.DEFAULTS["intra"], {"BOUNDED": False})]
+    jobs += [("recurrent", tr.fused_recurrent_kda_fwd_kernel, tr.DEFAULT, {"KV": kv, "SPEC": kv}) for kv in (False, True)]
     rows = []
     for target in (GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx950", 64)):
         for dtype in ("bf16", "fp32"):
