@@ -200,7 +200,7 @@ def process(what: str, source: Path, out: Path) -> list[str]:
         if committed.stat().st_size > SIZE_LIMIT:
             return [f"{committed.name} has {committed.stat().st_size:,} bytes, more than {SIZE_LIMIT:,}: a hosting page may not show it"]
         if diff := stale(jupytext.read(source), old):  # no need to execute to know
-            return [*diff, "make render"]
+            return [*diff, "to renew the committed notebook: make render"]
     nb, failure = execute(source)
     write(nb, out / "notebooks" / committed.name)
     if failure is not None:
