@@ -44,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
         "Observed: recorded\noutputs that are not finite, or away from the float64 recurrence of the recorded inputs (exit status 1).\n"
         "Exposed: sequences that only NaN in masked rows of the kernels' tiles would reach; no finding by itself.\n"
         "With --route the layer step is run again instead, and exit status 1 says that the replay is not finite.",
-        "nan data/captures/mixed.safetensors --route chunk_all --padding nan",
+        "nan data/captures/mixed_split_layer1.safetensors --route chunk_all --padding nan",
     )  # fmt: skip
     nan.add_argument("capture", metavar="CAPTURE", help="one .safetensors file of kind kda")
     nan.add_argument("--route", choices=["chunk_all", "split", "gather_split"], help="replay the step by this route")
@@ -180,10 +180,10 @@ def _observed_text(seen: dict) -> list[str]:
     if seen["finite"]:
         lines = [f"OBSERVED  {names} finite"]
     else:
-        lines = [f"OBSERVED  {names} not finite in sequences {seen['nonfinite_sequences']}", _place(seen["first"])]
+        lines = [f"OBSERVED  {names} not finite in sequences {_ranges(seen['nonfinite_sequences'])}", _place(seen["first"])]
     lines += _error_text(seen)
     if seen["away_sequences"]:
-        lines.append(f"          sequences {seen['away_sequences']} are further away than the error budget:")
+        lines.append(f"          further away than the error budget: sequences {_ranges(seen['away_sequences'])}")
         lines += [f"          {b}" for b in seen["budget"]]
     return lines
 
@@ -191,7 +191,7 @@ def _observed_text(seen: dict) -> list[str]:
 def _exposed_text(exposed: dict) -> list[str]:
     lines = []
     for route, reach in exposed.items():
-        where = f"sequences {reach['sequences']}" if reach["sequences"] else "no sequence"
+        where = f"sequences {_ranges(reach['sequences'])}" if reach["sequences"] else "no sequence"
         lines.append(f"EXPOSED   {route}: NaN in masked rows would reach {where}")
         if reach["first"]:
             lines.append(_place(reach["first"]))
@@ -202,6 +202,17 @@ def _error_text(result: dict) -> list[str]:
     error = result["relative_error"]
     text = "no finite row" if error is None else f"relative error of finite rows {error:.2g} against the float64 recurrence"
     return [f"          {text}"]
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Ascending numbers in words: 0-127, 130."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def _place(first: dict) -> str:

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from k3lab import doctor
-from k3lab.__main__ import build_parser, main
+from k3lab.__main__ import _ranges, build_parser, main
 from k3lab.capture.format import Capture
 from k3lab.kda.layer import kda_layer_step
 from k3lab.provenance import sha256
 from k3lab.testing import random_call
 
+ROOT = Path(__file__).parents[1]
 LENGTHS = (1, 1, 70, 64)  # two decodes, a prefill with a ragged last chunk, one without
 
 
@@ -74,7 +75,9 @@ def test_every_command_has_help_with_an_example_that_parses_and_the_exit_status(
     assert "exit status: 0 clean, 1 a finding, 2 bad input" in out
     example = out.split("python -m k3lab ")[-1].split()
     assert example[0] == command
-    build_parser().parse_args(example)
+    parsed = vars(build_parser().parse_args(example))
+    for path in [parsed["capture"]] if "capture" in parsed else parsed.get("captures", []):
+        assert (ROOT / path).exists(), f"the example names {path}"
 
 
 @pytest.mark.parametrize("args", [(), ("mend",), ("check",), ("nan",), ("nan", "x", "--route", "all"), ("nan", "x", "--padding", "nan")])
@@ -150,7 +153,7 @@ def test_nan_tells_exposed_from_observed(capsys, captures):
     assert report["exposed"]["split"]["sequences"] == [2]
     _, out, _ = run(capsys, "nan", captures / "ok.safetensors")
     assert "OBSERVED  final_state, o finite" in out
-    assert "EXPOSED   chunk_all: NaN in masked rows would reach sequences [0, 1, 2]" in out
+    assert "EXPOSED   chunk_all: NaN in masked rows would reach sequences 0-2\n" in out
 
 
 def test_nan_finds_recorded_nan(capsys, captures):
@@ -162,7 +165,7 @@ def test_nan_finds_recorded_nan(capsys, captures):
     assert place == {"layer": -1, "stage": "recorded", "sequence": 0, "length": 1, "row": 0, "head": 0, "channel": 0}
     status, out, _ = run(capsys, "nan", captures / "bad.safetensors")
     assert status == 1
-    assert "OBSERVED  final_state, o not finite in sequences [0, 1, 2]" in out
+    assert "OBSERVED  final_state, o not finite in sequences 0-2\n" in out
 
 
 def test_nan_finds_finite_outputs_that_are_wrong(capsys, captures):
@@ -171,7 +174,7 @@ def test_nan_finds_finite_outputs_that_are_wrong(capsys, captures):
     assert report["finite"] is True
     assert report["observed"]["away_sequences"] == [0, 1, 2, 3]
     _, out, _ = run(capsys, "nan", captures / "wrong.safetensors")
-    assert "further away than the error budget" in out
+    assert "further away than the error budget: sequences 0-3\n" in out
 
 
 def test_nan_of_a_capture_without_outputs_observes_nothing(capsys, captures):
@@ -222,6 +225,22 @@ def test_a_triton_replay_runs_under_the_interpreter_without_a_gpu(captures):
     assert done.returncode == 0, done.stderr
     assert "every stage is finite" in done.stdout
     assert "undefined looks like zero here" in done.stdout
+
+
+@pytest.mark.parametrize(("name", "expected"), [("mixed_split_layer1", 0), ("mixed_chunk_all_nan_layer0", 1), ("attn_res_layer4", 2)])
+def test_the_shipped_captures_are_what_their_names_say(capsys, name, expected):
+    """Recorded by the fixed route, by the faulty one with NaN in masked rows, and not a KDA call."""
+    assert run(capsys, "nan", ROOT / "data" / "captures" / f"{name}.safetensors")[0] == expected
+
+
+def test_no_shipped_capture_is_bad_input(capsys):
+    status, _, err = run(capsys, "check", ROOT / "data" / "captures")
+    assert (status, err) == (1, ""), "one was recorded with the fault, so there are findings"
+
+
+@pytest.mark.parametrize(("numbers", "text"), [([], ""), ([3], "3"), ([0, 1, 2, 5, 7, 8], "0-2, 5, 7-8")])
+def test_ranges_name_every_number_and_no_other(numbers, text):
+    assert _ranges(numbers) == text
 
 
 def test_doctor_finds_this_environment_sound(capsys):
