@@ -290,7 +290,7 @@ def compile_all() -> dict:
     from k3lab.kda import triton_recurrent as tr
 
     fixed = dict.fromkeys(("g", "gk", "beta", "Akk", "h0", "ht", "A_log", "dt_bias", "state"), "*fp32")
-    fixed |= dict.fromkeys(("cu_seqlens", "chunk_indices", "chunk_offsets", "state_indices", "num_accepted_tokens"), "*i32")
+    fixed |= dict.fromkeys(("cu_seqlens", "chunk_indices", "state_indices", "num_accepted_tokens"), "*i32")
     fixed |= {"T": "i32", "R": "i32", "scale": "fp32", "lower_bound": "fp32"}
     constants = {"H": 12, "K": 128, "V": 128, "S": 2, "BT": 64, "BC": 16, "BK": 64, "BV": 64, "EPS": 1e-6, "SCALE": 1.44}
     constants |= {"BOUNDED": True, "SPEC": True, "PADDING": "undefined", "KV": False}

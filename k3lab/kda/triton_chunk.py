@@ -293,14 +293,18 @@ def recompute_w_u_fwd_kernel(
 
 @triton.jit
 def state_fwd_kernel(
-    w, u, kg, g, h0, h, v_new, ht, cu_seqlens, chunk_offsets, T,
+    w, u, kg, g, h0, h, v_new, ht, cu_seqlens, T,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, PADDING: tl.constexpr,
 ):  # fmt: skip
     """BV rows of the state [V, K] of one sequence and head, chunk after chunk; kg^T v_new contracts over the token axis."""
     NV: tl.constexpr = V // BV
     i_n, i_v, i_h = tl.program_id(0) // NV, tl.program_id(0) % NV, tl.program_id(1)
     bos, eos = tl.load(cu_seqlens + i_n), tl.minimum(tl.load(cu_seqlens + i_n + 1), T)
-    chunk0 = tl.load(chunk_offsets + i_n).to(tl.int64)
+    chunk0 = tl.zeros([], tl.int32)
+    for i in range(0, i_n, 128):
+        o_n = i + tl.arange(0, 128)
+        b_len = tl.load(cu_seqlens + o_n + 1, mask=o_n < i_n, other=0) - tl.load(cu_seqlens + o_n, mask=o_n < i_n, other=0)
+        chunk0 += tl.sum((b_len + BT - 1) // BT)
     o_t, o_k, o_v = tl.arange(0, BT), tl.arange(0, K), i_v * BV + tl.arange(0, BV)
     o_vk = o_v[:, None] * K + o_k[None, :]
     o_S = (i_n.to(tl.int64) * H + i_h) * (V * K) + o_vk
@@ -311,7 +315,7 @@ def state_fwd_kernel(
         m_t = (o_t < n)[:, None]
         base = row0.to(tl.int64) * H + i_h
         b_h = b_S.to(h.dtype.element_ty)
-        tl.store(h + ((chunk0 + i_c) * H + i_h) * (V * K) + o_vk, b_h)
+        tl.store(h + ((chunk0 + i_c).to(tl.int64) * H + i_h) * (V * K) + o_vk, b_h)
         o_tk = base * K + o_t[:, None] * (H * K) + o_k[None, :]
         o_tv = base * V + o_t[:, None] * (H * V) + o_v[None, :]
         b_w = load_rows(w + o_tk, m_t, PADDING)  # [BT, K]
@@ -464,9 +468,8 @@ def state_pass(
     v_new = empty(u.shape, dtype=u.dtype, device=u.device)
     final = empty(S.shape, dtype=torch.float32, device=u.device)
     if N and H:
-        chunks = (cu.diff() + CHUNK - 1) // CHUNK
         state_fwd_kernel[lambda m: (N * (V // m["BV"]), H)](
-            w, u, kg, g, S, h, v_new, final, cu, (chunks.cumsum(0) - chunks).int(), T,
+            w, u, kg, g, S, h, v_new, final, cu, T,
             H=H, K=K, V=V, BT=CHUNK, PADDING=padding, **_config("state", config),
         )  # fmt: skip
     return h, v_new, final
