@@ -213,9 +213,8 @@ def build_corpus(num_problems: int, max_code_bytes: int | None = None, seed: int
     for held in (False, True):
         empty = [d for d in ("code", "prose") if not library[d][held]]
         if empty:
-            raise BadInput(
-                f"max_code_bytes={max_code_bytes}: no {'held-out' if held else 'training'} {empty[0]}; read more, or use a Python with its library as files"
-            )
+            side = "held-out" if held else "training"
+            raise BadInput(f"max_code_bytes={max_code_bytes}: no {side} {empty[0]}; read more, or use a Python with its library as files")
         packed = {d: pack(library[d][held]) for d in ("code", "prose")}
         count = max(100, num_problems // HELD_OUT_EVERY) if held else num_problems
         parts.append({**packed, "arithmetic": pack(_arithmetic_documents(count, seed + 10, held))})
