@@ -26,6 +26,7 @@ from k3lab.kda.call import KdaCall
 from k3lab.kda.reference import L2_EPS
 from k3lab.kda.runtime import check_launch
 from k3lab.kda.stages import RCP_LN2, STAGES, chunk_index, padding_of
+from k3lab.kda.triton_ops import chunk_span, load_rows, log_decay
 from k3lab.shapes import CHUNK, SUB_CHUNK
 
 HEAD_DIMS = (64, 128)
@@ -48,40 +49,6 @@ DEFAULTS: dict[str, dict[str, int]] = {
     "state": {"BV": 16, "num_warps": 4, "num_stages": 1},
     "output": {"BK": 64, "BV": 64, "num_warps": 4, "num_stages": 1},
 }
-
-
-@triton.jit
-def load_rows(p, m, PADDING: tl.constexpr):
-    """Load a tile by a row mask; PADDING says what a masked row is worth: no `other`, 0 or NaN."""
-    if PADDING == "undefined":
-        b = tl.load(p, mask=m)
-    elif PADDING == "zero":
-        b = tl.load(p, mask=m, other=0.0)
-    else:
-        b = tl.load(p, mask=m, other=float("nan"))
-    return b
-
-
-@triton.jit
-def chunk_span(cu_seqlens, chunk_indices, T, i_t, BT: tl.constexpr):
-    """First token row of chunk i_t in the packed batch, and how many of its BT rows are valid (none past T)."""
-    i_n = tl.load(chunk_indices + 2 * i_t)
-    row0 = tl.load(cu_seqlens + i_n) + tl.load(chunk_indices + 2 * i_t + 1) * BT
-    eos = tl.minimum(tl.load(cu_seqlens + i_n + 1), T)
-    return row0.to(tl.int64), tl.minimum(eos - row0, BT)
-
-
-@triton.jit
-def softplus(x):
-    """log(1 + exp(x)) without overflow, and by series where log(1 + y) would lose y's digits."""
-    y = tl.exp(-tl.abs(x))
-    return tl.maximum(x, 0.0) + tl.where(y < 0.0078125, y * (1.0 - y * (0.5 - y * 0.3333333333333333)), tl.log(1.0 + y))
-
-
-@triton.jit
-def log_decay(b_x, b_a, lower_bound, BOUNDED: tl.constexpr):
-    """The log-decay, natural log, of x = raw_g + dt_bias at a = exp(A_log)."""
-    return lower_bound * tl.sigmoid(b_a * b_x) if BOUNDED else -b_a * softplus(b_x)
 
 
 @triton.jit

@@ -16,7 +16,8 @@ from k3lab.errors import BadInput, Unsupported
 from k3lab.kda.call import STATE_LAYOUTS, KdaCall
 from k3lab.kda.reference import L2_EPS
 from k3lab.kda.runtime import check_launch
-from k3lab.kda.triton_chunk import HEAD_DIMS, log_decay
+from k3lab.kda.triton_chunk import HEAD_DIMS
+from k3lab.kda.triton_ops import log_decay
 
 CONFIGS = [{"BV": b, "num_warps": w, "num_stages": 1} for b in (8, 16, 32, 64) for w in (1, 2, 4, 8)]
 DEFAULT = {"BV": 32, "num_warps": 4, "num_stages": 1}
