@@ -10,7 +10,7 @@
 
 The stage split follows flash-linear-attention's and vLLM's kernels; stages.py holds the same stages in torch. A program
 loads tiles of 64 token rows; PADDING says what a masked row is worth. Every load is a masked pointer load, so the kernels
-build with Triton 3.5 to 3.9, for CUDA and ROCm, and run on small shapes under TRITON_INTERPRET=1 (not in bfloat16).
+build for CUDA and ROCm (compiled with Triton 3.6.0, 3.7.1 and 3.9.0), and run on small shapes under TRITON_INTERPRET=1 (not in bfloat16).
 Products take operands of the call's dtype and accumulate in fp32; fp32 operands are multiplied as IEEE fp32.
 """
 
