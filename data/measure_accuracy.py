@@ -29,7 +29,7 @@ from k3lab.tiny import data, model, serving
 from k3lab.tiny.cards import made_on, made_with, write_text
 
 HERE = Path(__file__).resolve().parent
-P_VALUES = (0.0, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 1.0)
+P_VALUES = (0.0, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 0.1, 1.0)
 ROUTES = ("chunk_all", "split")
 
 
