@@ -65,7 +65,7 @@ def random_call(
 
 def low_precision_reference(call: KdaCall, dtype: torch.dtype) -> dict[str, Tensor]:
     """The chunked twin in float32 arithmetic with stage outputs stored in dtype: the error such storage cannot avoid."""
-    return chunk_kda(call, torch.float32, store=dtype, chunk=32)
+    return chunk_kda(call, torch.float32, store=dtype)
 
 
 @dataclass(frozen=True)

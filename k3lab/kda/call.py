@@ -27,6 +27,7 @@ class KdaCall:
     num_decodes    the first num_decodes sequences are decodes of length 1 (decode-first batch)
     spec_mask      [N] bool, True for a sequence of speculative rows; None where there are none
     num_accepted_tokens [N] int, of the step before; kept for provenance, initial_state is already rolled back
+    state_indices  [N] int, the slot each state came from; an index <= 0 is the null slot: no state, output zero
     layer, step    where the call came from, -1 if unknown
 
     Raises BadInput from `check()`, naming the tensor and the reason.
@@ -49,6 +50,7 @@ class KdaCall:
     num_decodes: int = 0
     spec_mask: Tensor | None = None
     num_accepted_tokens: Tensor | None = None
+    state_indices: Tensor | None = None
     eps: float = 1e-5
     layer: int = -1
     step: int = -1
@@ -101,7 +103,7 @@ class KdaCall:
             per_token["output_gate"] = self.output_gate[rows_d]
         per_sequence = {
             n: getattr(self, n)[ids_d]
-            for n in ("initial_state", "has_initial_state", "spec_mask", "num_accepted_tokens")
+            for n in ("initial_state", "has_initial_state", "spec_mask", "num_accepted_tokens", "state_indices")
             if getattr(self, n) is not None
         }
         return replace(self, cu_seqlens=new_cu, num_decodes=0, **per_token, **per_sequence), rows_d
@@ -124,6 +126,7 @@ class KdaCall:
         expected = {
             "k": (t, h, kk), "v": (t, h, vv), "raw_g": (t, h, kk), "raw_beta": (t, h), "A_log": (h,), "dt_bias": (h, kk),
             "output_gate": (t, h, vv), "norm_weight": (vv,), "has_initial_state": (n,), "spec_mask": (n,), "num_accepted_tokens": (n,),
+            "state_indices": (n,),
             "initial_state": (n, h, vv, kk) if self.state_layout == "vk" else (n, h, kk, vv),
         }  # fmt: skip
         for name, shape in expected.items():

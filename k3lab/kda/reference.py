@@ -87,7 +87,8 @@ def chunk_kda_core(
     q, k, g [B, H, T, K] (prepared: normalised, scaled, natural log), v [B, H, T, V], beta [B, H, T], state [B, H, K, V].
     The pair factors are split around the chunk's middle row, so exponents reach lower_bound * chunk / 2: take
     chunk <= 32 in float32 (exp(80)), any in float64. `store`, if given, rounds each stage output to that dtype and
-    back: the error a kernel with such storage cannot avoid (the low-precision reference of the budget rule).
+    back and takes the pair products in float64, so that float32 inputs show the error that float32 arithmetic with
+    such storage cannot avoid, at any gate (the low-precision reference of the budget rule, k3lab.testing).
     Returns o [B, H, T, V] and the final state [B, H, K, V].
     """
     B, H, T = q.shape[:3]
@@ -100,11 +101,12 @@ def chunk_kda_core(
         return x if store is None else x.to(store).to(x.dtype)
 
     G = g.cumsum(-2)
-    mid = G[..., chunk // 2 - 1 : chunk // 2, :]
-    up, down = (G - mid).exp(), (mid - G).exp()
+    wide = G if store is None else G.double()
+    mid = wide[..., chunk // 2 - 1 : chunk // 2, :]
+    up, down = (wide - mid).exp(), (mid - wide).exp()
     kd = (k * down).transpose(-1, -2)
-    Akk = ((k * up) @ kd).tril(-1) * beta  # tril selects, so inf above the diagonal is dropped
-    Aqk = stored(((q * up) @ kd).tril())
+    Akk = ((k * up) @ kd).tril(-1).to(q.dtype) * beta  # tril selects, so inf above the diagonal is dropped
+    Aqk = stored(((q * up) @ kd).tril().to(q.dtype))
     eye = torch.eye(chunk, dtype=q.dtype, device=q.device).expand_as(Akk)
     A = stored(torch.linalg.solve_triangular(Akk, eye, upper=False, unitriangular=True))
     u = stored(A @ (v * beta))
@@ -125,7 +127,7 @@ def chunk_kda_core(
 def chunk_kda(call: KdaCall, dtype: torch.dtype = torch.float64, store: torch.dtype | None = None, chunk: int = CHUNK) -> dict[str, Tensor]:
     """The chunked twin of recurrent_kda over a varlen batch: o [T, H, V] and final_state [N, H, V, K].
 
-    dtype, store and chunk as in chunk_kda_core. Raises BadInput if the call is malformed.
+    dtype and store as in chunk_kda_core. Raises BadInput if the call is malformed.
     """
     x = prepare(call.check(), dtype)
     cu = call.cu_seqlens.long().tolist()
@@ -133,7 +135,7 @@ def chunk_kda(call: KdaCall, dtype: torch.dtype = torch.float64, store: torch.dt
     for n in range(call.num_sequences):
         rows = slice(cu[n], cu[n + 1])
         q, k, v, g = (x[name][rows].transpose(0, 1)[None] for name in ("q", "k", "v", "g"))
-        out, S = chunk_kda_core(q, k, v, g, x["beta"][rows].T[None], x["state"][n].transpose(-1, -2)[None], chunk, store)
+        out, S = chunk_kda_core(q, k, v, g, x["beta"][rows].T[None], x["state"][n].transpose(-1, -2)[None], store=store)
         o[rows] = out[0].transpose(0, 1)
         final[n] = S[0].transpose(-1, -2)
     if store is not None:

@@ -1,0 +1,34 @@
+"""The KDA recurrence in torch, batched over sequences: the decode path at real sizes on any device."""
+
+import torch
+from torch import Tensor
+
+from k3lab.kda.call import KdaCall
+from k3lab.kda.reference import prepare
+
+
+def recurrent_kda(call: KdaCall) -> dict[str, Tensor]:
+    """S <- S Diag(exp(g)) + (beta (v - S Diag(exp(g)) k)) k^T, o = S q, one token of every sequence at a time.
+
+    float32 arithmetic (float64 for float64 calls); o [T, H, V] in the dtype of q; final_state [N, H, V, K] and, for
+    speculative rollback, states [T, H, V, K] after each token when the call has speculative rows. Same result as
+    reference.recurrent_kda up to rounding; meant for short sequences, as its steps are as many as the longest one.
+    Raises BadInput if the call is malformed.
+    """
+    acc = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    x = prepare(call.check(), acc)
+    cu, lengths = call.cu_seqlens.long(), call.cu_seqlens.long().diff()
+    S = x["state"]
+    o = torch.empty_like(x["v"])
+    states = o.new_empty(*o.shape, call.q.shape[-1]) if call.spec_mask is not None else None
+    for step in range(int(lengths.max())):
+        now = (lengths > step).nonzero().flatten()
+        t = cu[now] + step
+        decayed = S[now] * x["g"][t].exp()[:, :, None, :]
+        delta = x["beta"][t][:, :, None] * (x["v"][t] - torch.einsum("nhvk,nhk->nhv", decayed, x["k"][t]))
+        S[now] = decayed + delta[..., None] * x["k"][t][:, :, None, :]
+        o[t] = torch.einsum("nhvk,nhk->nhv", S[now], x["q"][t])
+        if states is not None:
+            states[t] = S[now]
+    out = {"o": o.to(call.q.dtype), "final_state": S}
+    return out if states is None else {**out, "states": states}

@@ -1,0 +1,345 @@
+"""Where the NaN comes from: the first stage, sequence, row, head and channel that is not finite, what fed it, how far it went.
+
+Provenance is read off the tensors of a replay (kda.layer). A replay with padding="nan" shows what the language permits a
+masked row to be; whether a card really holds such values there is another question (notebooks 01 and 02).
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from k3lab.capture.format import Capture
+from k3lab.errors import BadInput
+from k3lab.kda import reference, stages
+from k3lab.kda.call import KdaCall
+from k3lab.kda.layer import Launch, StepResult, kda_layer_step
+from k3lab.shapes import CHUNK
+from k3lab.testing import error_budget, low_precision_reference, random_call
+
+# the tensors whose 64-row tiles a stage loads: where its masked rows come from
+STAGE_TILES = {
+    "gate_cumsum": ("raw_g",),
+    "intra": ("q", "k", "g", "beta"),
+    "inverse": ("Akk",),
+    "recompute_w_u": ("A", "v", "beta", "k", "g"),
+    "state": ("u", "w", "kg"),
+    "output": ("q", "g", "Aqk", "v_new"),
+}
+_INPUTS = ("q", "k", "v", "raw_g", "raw_beta")
+
+
+@dataclass(frozen=True)
+class First:
+    """The first value that is not finite.
+
+    stage     "input", one of kda.stages.STAGES, "recurrent", or "recorded" for outputs that came with a capture
+    tensor    its name; sequence, length: which sequence of the batch, and its tokens
+    row       token within its sequence; for a state, the last token that went into it (-1: none yet)
+    channel   index on the last axis; for a state [V, K], the V index
+    """
+
+    layer: int
+    stage: str
+    tensor: str
+    sequence: int
+    length: int
+    row: int
+    head: int
+    channel: int
+    value: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What trace() found.
+
+    first                  the first non-finite value, or None
+    nonfinite_sequences    sequences whose output or final state is not finite
+    state_lost             sequences whose final state is not finite: they never recover
+    neighbours_finite      the other sequences, all finite
+    fed_by                 the masked rows of the tile in which `first` was computed, or None (see fed_by())
+    stages                 one row per (stage, tensor, sequence): how many values and rows are not finite
+    """
+
+    first: First | None
+    nonfinite_sequences: list[int]
+    state_lost: list[int]
+    neighbours_finite: list[int]
+    fed_by: dict[str, Any] | None
+    stages: pd.DataFrame = field(repr=False)
+
+    @property
+    def finite(self) -> bool:
+        return self.first is None
+
+    def __str__(self) -> str:
+        if self.first is None:
+            return "every stage is finite"
+        f = self.first
+        text = f"first {f.value}: stage {f.stage}, tensor {f.tensor}, sequence {f.sequence} (length {f.length}), "
+        text += f"row {f.row}, head {f.head}, channel {f.channel}. "
+        if self.fed_by:
+            b, (lo, hi) = self.fed_by, self.fed_by["masked_rows"]
+            text += f"Its tile has {b['valid_rows']} of {CHUNK} rows; rows {lo}..{hi} of {', '.join(b['tensors'])} are masked. "
+        lost = f"final state lost in sequences {self.state_lost}" if self.state_lost else "no final state lost"
+        return text + f"Not finite: sequences {self.nonfinite_sequences}; {lost}; finite: sequences {self.neighbours_finite}."
+
+
+def _row_places(launch: Launch, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Sequence (index in the batch) and row within it of each entry on axis 0 of x."""
+    call, ids = launch.call, torch.tensor(launch.sequences)
+    lengths = call.lengths
+    if name == "h":
+        index = stages.chunk_index(call.cu_seqlens).long().cpu()
+        return ids[index[:, 0]], index[:, 1] * CHUNK - 1
+    if name in ("final_state", "initial_state"):
+        return ids, (lengths - 1 if name == "final_state" else torch.full_like(lengths, -1))
+    rows = torch.cat([torch.arange(n) for n in lengths.tolist()])
+    return ids.repeat_interleave(lengths), rows
+
+
+def _find(launch: Launch, stage: str, name: str, x: Tensor, layer: int) -> tuple[First | None, list[dict[str, Any]]]:
+    bad = ~torch.isfinite(x.cpu() if x.dim() != 2 else x.cpu()[:, :, None])
+    if not bad.any():
+        return None, []
+    sequence, row = _row_places(launch, name, x)
+    lengths = dict(zip(launch.sequences, launch.call.lengths.tolist(), strict=True))
+    by_row = bad.flatten(1).any(1)
+    counts = [
+        {
+            "stage": stage, "tensor": name, "sequence": n, "length": lengths[n],
+            "values": int(bad[sequence == n].sum()), "rows": int(by_row[sequence == n].sum()),
+            "first_row": int(row[(sequence == n) & by_row].min()),
+        }
+        for n in sequence[by_row].unique().tolist()
+    ]  # fmt: skip
+    at = by_row.nonzero().flatten()
+    i = int(at[sequence[at].argmin()])
+    head, channel = (int(j) for j in bad[i].nonzero()[0][:2])
+    value = str(float(x[i].reshape(bad[i].shape)[tuple(bad[i].nonzero()[0])]))
+    n = int(sequence[i])
+    return First(layer, stage, name, n, lengths[n], int(row[i]), head, channel, value), counts
+
+
+def fed_by(first: First) -> dict[str, Any] | None:
+    """The masked rows that the tile of `first` holds: names of the loaded tensors and the row range, None if it has none."""
+    if first.stage not in STAGE_TILES:
+        return None
+    # a state sums over its whole sequence, so the masked rows are those of the last chunk
+    row = first.length - 1 if first.tensor == "final_state" else max(first.row, 0)
+    start = row // CHUNK * CHUNK
+    valid = min(CHUNK, first.length - start)
+    if valid == CHUNK:
+        return None
+    return {
+        "tensors": list(STAGE_TILES[first.stage]),
+        "chunk": row // CHUNK,
+        "valid_rows": valid,
+        "masked_rows": (valid, CHUNK - 1),
+    }
+
+
+def trace(call: KdaCall, result: StepResult) -> Report:
+    """Find the first non-finite value of a layer step in the order of computation, and how far it spread.
+
+    The order is: the call's own tensors, then per launch the stages in turn (STAGES) or the recurrent kernel. Within one
+    tensor the first sequence counts, then its first row, head and channel. Only rows that exist are looked at.
+    """
+    first: First | None = None
+    counts: list[dict[str, Any]] = []
+    for launch in result.launches:
+        groups = [("input", {n: getattr(launch.call, n) for n in _INPUTS} | {"initial_state": launch.call.state_vk()})]
+        if launch.kernel == "recurrent" or "g" not in launch.tensors:
+            groups.append((launch.kernel, {n: launch.tensors[n] for n in ("o", "final_state")}))
+        else:
+            groups += [(s, {n: launch.tensors[n] for n in stages.STAGE_OUTPUTS[s]}) for s in stages.STAGES]
+        mine: First | None = None
+        for stage, tensors in groups:
+            found = []
+            for name, x in tensors.items():
+                f, rows = _find(launch, stage, name, x, call.layer)
+                counts += rows
+                if f:
+                    found.append(f)
+            if mine is None and found:
+                mine = found[0]
+        # launches are independent; the one whose stage comes first in the chain explains the batch
+        if mine and (first is None or mine.stage == "input"):
+            first = mine
+    o_bad = torch.tensor([not bool(torch.isfinite(x).all()) for x in result.o.split(call.lengths.tolist())])
+    s_bad = ~torch.isfinite(result.final_state).flatten(1).all(1).cpu()
+    lost, hit = s_bad.nonzero().flatten().tolist(), (o_bad | s_bad).nonzero().flatten().tolist()
+    return Report(
+        first=first,
+        nonfinite_sequences=hit,
+        state_lost=lost,
+        neighbours_finite=[n for n in range(call.num_sequences) if n not in hit],
+        fed_by=fed_by(first) if first else None,
+        stages=pd.DataFrame(counts, columns=["stage", "tensor", "sequence", "length", "values", "rows", "first_row"]),
+    )
+
+
+def length_map(
+    lengths: Sequence[int], paddings: Sequence[str] = ("undefined", "zero", "nan"), heads: int = 1, seed: int = 0
+) -> pd.DataFrame:
+    """The first non-finite stage of the chunk kernel for single sequences of each length, by padding (torch stages).
+
+    Columns length, padding, first_stage ("" if finite), state_lost. Inputs are random at realistic magnitudes, fresh per
+    seed; only which stage is hit matters, and that depends on length % 64 alone.
+    """
+    rows = []
+    for n in lengths:
+        call = replace(random_call((n,), heads=1, head_dim=64, seed=seed), num_decodes=0)
+        for padding in paddings:
+            r = trace(call, kda_layer_step(call, "chunk_all", padding=padding))
+            rows.append(
+                {"length": n, "padding": padding, "first_stage": r.first.stage if r.first else "", "state_lost": bool(r.state_lost)}
+            )
+    return pd.DataFrame(rows)
+
+
+def truth(call: KdaCall) -> dict[str, Tensor]:
+    """The float64 recurrence over a call: o [T, H, V], final_state [N, H, V, K]; a null slot gives zeros and keeps its state."""
+    exact = reference.recurrent_kda(call)
+    if call.state_indices is not None:
+        null = call.state_indices.cpu() <= 0
+        exact["o"][null.repeat_interleave(call.lengths)] = 0.0
+        exact["final_state"][null] = call.state_vk()[null].to(exact["final_state"].dtype)
+    return exact
+
+
+def _against_truth(call: KdaCall, got: dict[str, Tensor]) -> dict[str, Any]:
+    """Error of outputs against float64 on rows that are finite, and the sequences that are away from it by the budget rule."""
+    exact, low = truth(call), low_precision_reference(call, call.q.dtype)
+    away: set[int] = set()
+    error = size = 0.0
+    messages = []
+    sequence_of_token = torch.arange(call.num_sequences).repeat_interleave(call.lengths)
+    for name, x in got.items():
+        sequence = sequence_of_token if name == "o" else torch.arange(call.num_sequences)
+        keep = torch.isfinite(x).flatten(1).all(1) & torch.isfinite(exact[name]).flatten(1).all(1)
+        if not keep.any():
+            continue
+        a, b, c = x[keep].double(), exact[name][keep], low[name][keep].double()
+        budget = error_budget(name, a, b, c, call.q.dtype)
+        messages.append(str(budget))
+        if not budget.ok:
+            over = (a - b).abs().flatten(1).amax(1) > budget.budget
+            away.update(sequence[keep][over].tolist() if over.any() else sequence[keep].unique().tolist())
+        error, size = error + float((a - b).square().sum()), size + float(b.square().sum())
+    relative = (error / size) ** 0.5 if size else None
+    return {"relative_error": relative, "away_sequences": sorted(away), "budget": messages}
+
+
+def observed(capture: Capture) -> dict[str, Any]:
+    """What a capture RECORDED: are its outputs finite, and are the finite ones the float64 recurrence of its inputs?
+
+    Keys: recorded (names), finite (None where nothing was recorded), first, nonfinite_sequences, relative_error (finite
+    rows, None where nothing was recorded), away_sequences, budget (error, budget and reference error in words).
+    """
+    call = capture.kda_call()
+    got = {n: capture.tensors[n] for n in ("o", "final_state") if n in capture.tensors}
+    if not got:
+        return {
+            "recorded": [], "finite": None, "first": None, "nonfinite_sequences": [],
+            "relative_error": None, "away_sequences": [], "budget": [],
+        }  # fmt: skip
+    if "o" in got:
+        got["o"] = got["o"].reshape(call.v.shape)
+    if "final_state" in got and call.state_layout == "kv":
+        got["final_state"] = got["final_state"].transpose(-1, -2)
+    whole = Launch("recorded", list(range(call.num_sequences)), torch.arange(call.q.shape[0]), call, got)
+    first, hit = None, set()
+    for name, x in got.items():
+        f, counts = _find(whole, "recorded", name, x, call.layer)
+        first = first or f
+        hit.update(c["sequence"] for c in counts)
+    return {
+        "recorded": sorted(got),
+        "finite": not hit,
+        "first": asdict(first) if first else None,
+        "nonfinite_sequences": sorted(hit),
+        **_against_truth(call, got),
+    }
+
+
+def exposed(call: KdaCall) -> dict[str, dict[str, Any]]:
+    """What NaN in masked rows WOULD reach, by route: sequences that are finite with zero padding and not with NaN.
+
+    One entry per route that can serve this batch: {"sequences": [...], "first": {...} or None}. Torch stages.
+    """
+    out = {}
+    for route in ("chunk_all", "gather_split" if call.spec_mask is not None else "split"):
+        clean = trace(call, kda_layer_step(call, route, padding="zero"))
+        dirty = trace(call, kda_layer_step(call, route, padding="nan"))
+        sequences = [n for n in dirty.nonfinite_sequences if n not in clean.nonfinite_sequences]
+        out[route] = {"sequences": sequences, "first": asdict(dirty.first) if dirty.first and sequences else None}
+    return out
+
+
+def investigate(capture: Capture) -> dict[str, Any]:
+    """`k3lab nan CAPTURE`: OBSERVED apart from EXPOSED. finding is True for observed trouble alone."""
+    seen = observed(capture)
+    return {
+        "finite": seen["finite"],
+        "first": seen["first"],
+        "nonfinite_sequences": seen["nonfinite_sequences"],
+        "relative_error": seen["relative_error"],
+        "observed": seen,
+        "exposed": exposed(capture.kda_call()),
+        "finding": bool(seen["nonfinite_sequences"] or seen["away_sequences"]),
+    }
+
+
+def replay(capture: Capture, route: str, padding: str, impl: str = "torch") -> dict[str, Any]:
+    """`k3lab nan CAPTURE --route R --padding P`: run the step again. finding is True if the replay is not finite.
+
+    Same keys as investigate(); observed and exposed are None, as nothing recorded is judged here.
+    """
+    call = capture.kda_call()
+    result = kda_layer_step(call, route, impl, padding)
+    report = trace(call, result)
+    error = _against_truth(call, {"o": result.o, "final_state": result.final_state})
+    return {
+        "finite": report.finite,
+        "first": asdict(report.first) if report.first else None,
+        "nonfinite_sequences": report.nonfinite_sequences,
+        "relative_error": error["relative_error"],
+        "observed": None,
+        "exposed": None,
+        "finding": not report.finite,
+        "fed_by": report.fed_by,
+        "away_sequences": error["away_sequences"],
+        "text": str(report),
+    }
+
+
+NAN_IDS = {0: "vLLM", 163839: "SGLang"}  # what each engine's sampler returns for a row of NaN logits, Kimi-K3 vocabulary
+
+
+def triage_tokens(token_ids: Sequence[int] | Tensor, shortest: int = 8) -> dict[str, Any]:
+    """Does a stream of token ids end the way argmax over NaN looks: one id repeated to the end?
+
+    Keys: repeated_id, run (length of the tail), start (its index), engine ("vLLM" for id 0, "SGLang" for 163839, else None),
+    suspicious (run >= shortest and the id is one of those), text. A tail of another id is a loop of the model, not this.
+    Raises BadInput if the stream is empty or not whole numbers.
+    """
+    ids = torch.as_tensor(token_ids)
+    if ids.dim() != 1 or ids.numel() == 0 or ids.is_floating_point():
+        raise BadInput(f"token_ids: shape {tuple(ids.shape)} dtype {ids.dtype}, expected a non-empty list of whole numbers")
+    other = (ids != ids[-1]).nonzero().flatten()
+    start = int(other[-1]) + 1 if len(other) else 0
+    last, run = int(ids[-1]), ids.numel() - start
+    engine = NAN_IDS.get(last)
+    suspicious = engine is not None and run >= shortest
+    if suspicious:
+        text = f"ends in {run} x id {last} from token {start} on: what argmax over NaN logits looks like in {engine}"
+    elif run >= shortest:
+        text = f"ends in {run} x id {last} from token {start} on: a loop, but not an id that argmax over NaN gives"
+    else:
+        text = f"no repeated tail of {shortest} or more (the last id {last} repeats {run} times)"
+    return {"repeated_id": last, "run": run, "start": start, "engine": engine, "suspicious": suspicious, "text": text}

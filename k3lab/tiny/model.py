@@ -1,0 +1,506 @@
+"""A tiny Kimi-K3: KDA layers, full-attention layers without positions, Block Attention Residuals; real layout, small sizes.
+
+Two forwards over the same trunk: `TinyK3.forward` is teacher-forced over [B, T] (training, reference), `TinyK3.step` serves a
+packed ragged batch through `kda_layer_step`, with conv, recurrent and KV state by slot, slot 0 the null slot.
+
+AttnRes, per consumer, over the committed block states and the running prefix (a, p: learned norm weight and projection, [hidden]):
+
+    score(x) = (a * p) . x * rsqrt(mean(x^2) + eps),      mixture = sum softmax(score) x           (the raw x, before the norm)
+
+Not modelled: the mixture of experts and its SiTU activation (a SwiGLU MLP stands in), MLA's low-rank projections, tensor parallelism.
+Sizes: k3lab.shapes.TINY. Mathematics: the KDA recurrence in k3lab.kda.reference.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from k3lab.errors import BadInput
+from k3lab.kda.call import KdaCall
+from k3lab.kda.reference import chunk_kda_core, l2norm, log_decay, output_norm_gate
+from k3lab.shapes import TINY, Shapes
+
+BOS, MASK, VOCAB = 256, 257, 258  # bytes are their own ids; MASK is the drafters' block token
+TRAIN_CHUNK = 32  # exponents reach lower_bound * 16 = -80 around the chunk's middle row: inside fp32
+FORMAT = "k3lab-tiny-k3-1"
+FP32_NAMES = ("A_log", "dt_bias")  # what inference engines keep in fp32
+
+
+@dataclass(frozen=True)
+class TinyConfig:
+    """Sizes of the tiny model: `shapes`, the heads of its full-attention layers, its MLP width and the rank of the decay gate."""
+
+    shapes: Shapes = TINY
+    attention_heads: int = 4
+    mlp_width: int = 768
+    gate_rank: int = 128
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> "TinyConfig":
+        d = json.loads(text)
+        return TinyConfig(**{**d, "shapes": Shapes(**d["shapes"])})
+
+
+SMALL = TinyConfig(replace(TINY, num_layers=5, hidden=64, num_heads=2, head_dim=32, attn_res_block=2), 2, 128, 32)
+
+
+def _linear(i: int, o: int, gain: float = 0.6) -> nn.Linear:
+    layer = nn.Linear(i, o, bias=False)
+    nn.init.normal_(layer.weight, std=gain / i**0.5)
+    return layer
+
+
+class Kda(nn.Module):
+    """Projections of a KDA layer, its causal depthwise convolution and its gates."""
+
+    def __init__(self, c: TinyConfig):
+        super().__init__()
+        s = c.shapes
+        d = s.num_heads * s.head_dim
+        self.heads, self.dim, self.lower_bound, self.eps = s.num_heads, s.head_dim, s.lower_bound, s.norm_eps
+        self.qkv = _linear(s.hidden, 3 * d)
+        self.conv = nn.Parameter(torch.cat([torch.randn(s.conv_width - 1, 3 * d) * 0.2, torch.ones(1, 3 * d)]))  # [width, 3HK]
+        self.decay_down, self.decay_up = _linear(s.hidden, c.gate_rank), _linear(c.gate_rank, d)
+        self.beta = _linear(s.hidden, s.num_heads)
+        self.gate = _linear(s.hidden, d)
+        self.A_log = nn.Parameter(torch.zeros(s.num_heads))
+        # spread the decay of an untrained layer over about 1e-3 to 3 nats a token, evenly in the logarithm
+        start = torch.empty(s.num_heads, s.head_dim).uniform_(math.log(1e-3), math.log(3.0)).exp() / -s.lower_bound
+        self.dt_bias = nn.Parameter(torch.log(start / (1 - start)))
+        self.norm = nn.Parameter(torch.ones(s.head_dim))
+        self.out = _linear(d, s.hidden, 0.4)
+
+    def project(self, n: Tensor) -> dict[str, Tensor]:
+        """What needs no neighbour: qkv [..., 3HK] before the convolution, raw_g and output_gate [..., H, K], raw_beta [..., H]."""
+        w = self.conv.dtype
+        per_head = (*n.shape[:-1], self.heads, self.dim)
+        return {
+            "qkv": self.qkv(n).to(w),
+            "raw_g": self.decay_up(self.decay_down(n)).to(w).view(per_head),
+            "raw_beta": self.beta(n).to(w),
+            "output_gate": self.gate(n).to(w).view(per_head),
+        }
+
+    def split_heads(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v [..., H, K] of the convolved z [..., 3HK]."""
+        return F.silu(z).view(*z.shape[:-1], 3, self.heads, self.dim).unbind(-3)
+
+    def forward(self, n: Tensor, probe: dict | None = None) -> Tensor:
+        """Teacher-forced layer output [B, T, hidden] of n [B, T, hidden], from empty states; probe, if given, receives k, g, beta."""
+        p = self.project(n)
+        b, t = n.shape[:2]
+        width = self.conv.shape[0]
+        padded = F.pad(p["qkv"], (0, 0, width - 1, 0))
+        z = sum(padded[:, i : i + t] * self.conv[i] for i in range(width))
+        with torch.autocast(n.device.type, enabled=False):  # the recurrence stays in fp32
+            q, k, v = (x.transpose(1, 2) for x in self.split_heads(z))  # [B, H, T, K]
+            q, k = l2norm(q) * self.dim**-0.5, l2norm(k)
+            g = log_decay(p["raw_g"], self.A_log, self.dt_bias, self.lower_bound).transpose(1, 2)
+            beta = torch.sigmoid(p["raw_beta"]).transpose(1, 2)
+            o, _ = chunk_kda_core(q, k, v, g, beta, q.new_zeros(b, self.heads, self.dim, self.dim), TRAIN_CHUNK)
+            if probe is not None:
+                probe.update(k=k, g=g, beta=beta)
+            y = output_norm_gate(o.transpose(1, 2), self.norm, p["output_gate"], self.eps)
+        return self.out(y.flatten(-2))
+
+
+class FullAttention(nn.Module):
+    """Causal softmax attention without positions, with a sigmoid output gate."""
+
+    def __init__(self, c: TinyConfig):
+        super().__init__()
+        d = c.shapes.hidden
+        self.heads, self.dim = c.attention_heads, d // c.attention_heads
+        self.qkv, self.gate, self.out = _linear(d, 3 * d), _linear(d, d), _linear(d, d, 0.4)
+
+    def split_heads(self, n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v [..., heads, dim]."""
+        return self.qkv(n).view(*n.shape[:-1], 3, self.heads, self.dim).unbind(-3)
+
+    def close(self, o: Tensor, n: Tensor) -> Tensor:
+        """Output gate and projection of o [..., heads, dim]."""
+        return self.out(o.flatten(-2) * torch.sigmoid(self.gate(n)))
+
+    def forward(self, n: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in self.split_heads(n))
+        return self.close(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2), n)
+
+
+class Mlp(nn.Module):
+    def __init__(self, hidden: int, width: int):
+        super().__init__()
+        self.up, self.down = _linear(hidden, 2 * width), _linear(width, hidden, 0.4)
+
+    def forward(self, n: Tensor) -> Tensor:
+        a, b = self.up(n).chunk(2, -1)
+        return self.down(F.silu(a) * b)
+
+
+class AttnRes(nn.Module):
+    """The learned norm weight and projection of one consumer, and its mixture over the sources."""
+
+    def __init__(self, hidden: int, eps: float):
+        super().__init__()
+        self.norm, self.proj, self.eps = nn.Parameter(torch.ones(hidden)), nn.Parameter(torch.zeros(hidden)), eps
+
+    def forward(self, sources: list[Tensor]) -> Tensor:
+        """The mixture of sources, each [..., hidden]; a single source is its own mixture."""
+        if len(sources) == 1:
+            return sources[0]
+        # a * p is folded first, in the weights' precision: normalising and rounding x before the projection is another result
+        w = self.norm * self.proj
+        scores = [(x * w).sum(-1) * torch.rsqrt(x.square().mean(-1) + self.eps) for x in sources]
+        p = torch.stack(scores, -1).softmax(-1)
+        return sum(x * p[..., i : i + 1] for i, x in enumerate(sources))
+
+
+class RmsNorm(nn.Module):
+    def __init__(self, hidden: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(hidden)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+class Layer(nn.Module):
+    def __init__(self, c: TinyConfig, index: int):
+        super().__init__()
+        s = c.shapes
+        self.attn_res, self.mlp_res = AttnRes(s.hidden, s.norm_eps), AttnRes(s.hidden, s.norm_eps)
+        self.attn_norm, self.mlp_norm = RmsNorm(s.hidden, s.norm_eps), RmsNorm(s.hidden, s.norm_eps)
+        self.attn = FullAttention(c) if s.is_full_attention(index) else Kda(c)
+        self.mlp = Mlp(s.hidden, c.mlp_width)
+
+
+@dataclass
+class Cache:
+    """State by slot; slot 0 is the null slot, never written.
+
+    conv [layers][slots, 3HK, width - 1], the last rows before the convolution, oldest first; recurrent [layers][slots, H, V, K];
+    keys, values [layers][slots, max_len, heads, dim]; a list holds None where the layer is of the other kind.
+    """
+
+    conv: list[Tensor | None]
+    recurrent: list[Tensor | None]
+    keys: list[Tensor | None]
+    values: list[Tensor | None]
+
+    @property
+    def max_len(self) -> int:
+        return next(k.shape[1] for k in self.keys if k is not None)
+
+    def clone(self) -> "Cache":
+        return Cache(*([None if x is None else x.clone() for x in part] for part in (self.conv, self.recurrent, self.keys, self.values)))
+
+
+@dataclass
+class Batch:
+    """A packed ragged step: decodes first, then prefills; or, with spec_mask, speculative and plain rows in any order.
+
+    tokens [T]; lengths [N], rows of each sequence; slots [N], state slots, <= 0 for a padding sequence, whose outputs are zeros;
+    context [N], tokens of each sequence already in its state; num_decodes, leading sequences of one token that have a context.
+    """
+
+    tokens: Tensor
+    lengths: list[int]
+    slots: list[int]
+    context: list[int]
+    num_decodes: int = 0
+    spec_mask: Tensor | None = None
+    num_accepted_tokens: Tensor | None = None
+    step: int = -1
+
+    def check(self, cache: Cache) -> "Batch":
+        n = len(self.lengths)
+        slots = next(x.shape[0] for x in cache.recurrent if x is not None)
+        live = [s for s in self.slots if s > 0]
+        if not n == len(self.slots) == len(self.context) or sum(self.lengths) != self.tokens.numel() or min(self.lengths, default=0) < 1:
+            raise BadInput(
+                f"batch: {n} lengths over {sum(self.lengths)} rows, {len(self.slots)} slots, {self.tokens.numel()} tokens do not fit"
+            )
+        if len(set(live)) != len(live) or max(live, default=0) >= slots:
+            raise BadInput(f"batch: slots {live} repeat or leave the pool of {slots}; give each live sequence its own slot")
+        longest = max(c + n for c, n in zip(self.context, self.lengths, strict=True))
+        if longest > cache.max_len:
+            raise BadInput(f"batch: a sequence reaches {longest} tokens, the KV cache holds {cache.max_len}; make a larger cache")
+        if any(n != 1 or c < 1 for n, c in list(zip(self.lengths, self.context, strict=True))[: self.num_decodes]):
+            raise BadInput(f"batch: the first {self.num_decodes} sequences must be decodes, one token each, with a context")
+        return self
+
+
+@dataclass
+class Launch:
+    """One KDA layer of one step as a hook sees it: the call, its result, and the state slots around it."""
+
+    call: KdaCall
+    result: object
+    conv_state: Tensor  # [N, 3HK, width - 1]
+    conv_state_after: Tensor
+    state_indices: Tensor  # [N]
+    token_ids: Tensor  # [T]
+    route: str
+
+
+@dataclass
+class _Rows:
+    """Index tensors of one step, shared by its layers."""
+
+    cu: Tensor  # [N + 1]
+    live: Tensor  # [N] bool
+    slots: Tensor  # [N], null slots as 0
+    has_state: Tensor  # [N] bool
+    conv_rows: Tensor  # [T, width] into the rows of (states, new rows)
+    conv_keep: Tensor  # [N, width - 1]
+    row_slot: Tensor  # [T] slot of each row
+    row_pos: Tensor  # [T] position of each row in its sequence
+    blocks: list = field(default_factory=list)  # (rows, where, q_pos [n, longest], slots [n], dead [n, used]) of sequences padded together
+
+
+def _rows(batch: Batch, width: int, device: torch.device) -> _Rows:
+    lengths = torch.tensor(batch.lengths)
+    n = len(lengths)
+    cu = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+    seq = torch.repeat_interleave(torch.arange(n), lengths)
+    within = torch.arange(int(cu[-1])) - cu[seq]
+    keep = width - 1
+
+    def source(sequence: Tensor, offset: Tensor) -> Tensor:
+        # a row before the sequence's first comes from its conv state, stored ahead of the new rows
+        return torch.where(offset < 0, sequence * keep + keep + offset, n * keep + cu[sequence] + offset)
+
+    conv_rows = source(seq[:, None], within[:, None] + torch.arange(-keep, 1))
+    conv_keep = source(torch.arange(n)[:, None], lengths[:, None] + torch.arange(-keep, 0))
+    slots = torch.tensor([max(s, 0) for s in batch.slots])
+    context = torch.tensor(batch.context)
+    row_pos = context[seq] + within
+    blocks = []
+    for group in (range(batch.num_decodes), range(batch.num_decodes, n)):
+        ids = torch.tensor(list(group), dtype=torch.long)
+        if not len(ids):
+            continue
+        longest = int(lengths[ids].max())
+        grid = torch.arange(longest)
+        where = grid < lengths[ids][:, None]  # [n, longest]
+        rows = (cu[ids][:, None] + grid)[where]
+        q_pos = (context[ids][:, None] + grid).clamp(max=int((context + lengths).max()) - 1)
+        ends = (context + lengths)[ids]
+        dead = torch.arange(int(ends.max())) >= ends[:, None]  # [n, used]
+        blocks.append(tuple(x.to(device) for x in (rows, where, q_pos, slots[ids], dead)))
+    move = [x.to(device) for x in (cu, slots > 0, slots, context > 0, conv_rows, conv_keep, slots[seq], row_pos)]
+    return _Rows(*move, blocks=blocks)
+
+
+class TinyK3(nn.Module):
+    """The model. `forward` for training and as the teacher-forced reference, `step` for serving."""
+
+    def __init__(self, config: TinyConfig | None = None):
+        super().__init__()
+        self.config = c = config or TinyConfig()
+        s = c.shapes
+        self.embed = nn.Embedding(VOCAB, s.hidden)
+        nn.init.normal_(self.embed.weight, std=0.5)
+        self.layers = nn.ModuleList(Layer(c, i) for i in range(s.num_layers))
+        self.out_res, self.out_norm = AttnRes(s.hidden, s.norm_eps), RmsNorm(s.hidden, s.norm_eps)
+        self.head = _linear(s.hidden, VOCAB, 0.5)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed.weight.device
+
+    @property
+    def kda_layers(self) -> list[int]:
+        return [i for i, m in enumerate(self.layers) if isinstance(m.attn, Kda)]
+
+    def _trunk(self, tokens: Tensor, attend: Callable[[int, Tensor], Tensor], collect: dict | None) -> Tensor:
+        """Normed output [..., hidden] of tokens [...]; attend(layer, n) is the attention side of one layer."""
+        block = self.config.shapes.attn_res_block
+        prefix, bank = self.embed(tokens), []
+        for i, m in enumerate(self.layers):
+            mixture = m.attn_res([*bank, prefix])
+            if collect is not None and i:
+                collect["mixture"].append(mixture)  # the stream after layer i - 1 under its consumer's weights
+            y = attend(i, m.attn_norm(mixture)).to(prefix.dtype)
+            if i % block == 0:
+                bank.append(prefix)
+                prefix = y
+            else:
+                prefix = prefix + y
+            pending = m.mlp(m.mlp_norm(m.mlp_res([*bank, prefix]))).to(prefix.dtype)
+            if collect is not None:
+                collect["taps"].append({"bank": list(bank), "prefix": prefix, "pending": pending})
+            prefix = prefix + pending
+            if collect is not None:
+                collect["prefix"].append(prefix)
+        mixture = self.out_res([*bank, prefix])
+        if collect is not None:
+            collect["mixture"].append(mixture)
+        return self.out_norm(mixture)
+
+    def forward(self, tokens: Tensor, collect: dict | None = None, probe: Callable[[int, dict], None] | None = None) -> Tensor:
+        """Teacher-forced logits [B, T, VOCAB] of tokens [B, T], from empty states.
+
+        collect (see `new_collect`) receives the streams after every layer; probe(layer, {"k", "g", "beta"}) is called for every KDA
+        layer with the prepared keys [B, H, T, K], log-decays (natural log) and beta [B, H, T].
+        """
+
+        def attend(i: int, n: Tensor) -> Tensor:
+            attn = self.layers[i].attn
+            if probe is None or not isinstance(attn, Kda):
+                return attn(n)
+            seen: dict = {}
+            y = attn(n, seen)
+            probe(i, seen)
+            return y
+
+        return self.head(self._trunk(tokens, attend, collect)).to(self.embed.weight.dtype)
+
+    def new_cache(self, slots: int, max_len: int) -> Cache:
+        """Zeroed state for `slots` slots (the null slot 0 included) of at most max_len tokens."""
+        s = self.config.shapes
+        d = s.num_heads * s.head_dim
+        w = self.embed.weight
+        cache = Cache([], [], [], [])
+        for m in self.layers:
+            kda = isinstance(m.attn, Kda)
+            cache.conv.append(w.new_zeros(slots, 3 * d, s.conv_width - 1) if kda else None)
+            cache.recurrent.append(w.new_zeros(slots, s.num_heads, s.head_dim, s.head_dim) if kda else None)
+            shape = (slots, max_len, self.config.attention_heads, s.hidden // self.config.attention_heads)
+            cache.keys.append(None if kda else w.new_zeros(shape))
+            cache.values.append(None if kda else w.new_zeros(shape))
+        return cache
+
+    @torch.no_grad()
+    def step(
+        self,
+        batch: Batch,
+        cache: Cache,
+        route: str = "split",
+        impl: str = "torch",
+        padding: str | Callable[[int], Tensor] = "zero",
+        all_rows: bool = False,
+        hook: Callable[[Launch], None] | None = None,
+        collect: dict | None = None,
+    ) -> Tensor:
+        """One serving step: logits [N, VOCAB] of each sequence's last row (all_rows: [T, VOCAB]); cache is updated in place.
+
+        route, impl and padding go to kda_layer_step; padding may also be a function of the layer that returns a bool [N, H] (True:
+        the undefined rows of that sequence and head are NaN in this launch). hook sees every KDA launch. Raises BadInput for a batch
+        that does not fit the cache.
+        """
+        from k3lab.kda.layer import kda_layer_step  # training needs torch alone
+
+        batch.check(cache)
+        s = self.config.shapes
+        r = _rows(batch, s.conv_width, self.device)
+        tokens = batch.tokens.to(self.device)
+        null_rows = r.row_slot == 0
+        all_live = min(batch.slots) > 0
+
+        def kda(i: int, attn: Kda, n: Tensor) -> Tensor:
+            p = attn.project(n)
+            conv_state = cache.conv[i][r.slots]
+            fresh = ~r.has_state[:, None, None]
+            conv_state = conv_state.masked_fill(fresh, 0.0)  # a reused slot holds another request's rows
+            source = torch.cat([conv_state.transpose(1, 2).flatten(0, 1), p["qkv"]])  # [N (width - 1) + T, 3HK]
+            z = (source[r.conv_rows] * attn.conv).sum(1)
+            after = source[r.conv_keep].transpose(1, 2)
+            q, k, v = attn.split_heads(z)
+            call = KdaCall(
+                q=q, k=k, v=v, raw_g=p["raw_g"], raw_beta=p["raw_beta"], A_log=attn.A_log.detach(), dt_bias=attn.dt_bias.detach(),
+                cu_seqlens=r.cu, initial_state=cache.recurrent[i][r.slots], has_initial_state=r.has_state & r.live,
+                output_gate=p["output_gate"], norm_weight=attn.norm.detach(), lower_bound=attn.lower_bound, num_decodes=batch.num_decodes,
+                spec_mask=batch.spec_mask, num_accepted_tokens=batch.num_accepted_tokens, eps=attn.eps, layer=i, step=batch.step,
+                state_indices=None if all_live else r.slots,
+            )  # fmt: skip
+            out = kda_layer_step(call, route=route, impl=impl, padding=padding(i) if callable(padding) else padding)
+            live = r.slots[r.live]
+            cache.recurrent[i][live] = out.final_state[r.live].to(cache.recurrent[i].dtype)
+            cache.conv[i][live] = after[r.live]
+            if hook is not None:
+                hook(Launch(call, out, conv_state, after, torch.tensor(batch.slots), batch.tokens.cpu(), route))
+            y = out.y.to(n.dtype).masked_fill(null_rows[:, None, None], 0.0)
+            return attn.out(y.flatten(-2))
+
+        def full(i: int, attn: FullAttention, n: Tensor) -> Tensor:
+            q, k, v = attn.split_heads(n)
+            alive = ~null_rows
+            at = (r.row_slot[alive], r.row_pos[alive])
+            cache.keys[i][at], cache.values[i][at] = k[alive], v[alive]
+            o = torch.empty_like(q)
+            for rows, where, q_pos, slots, dead in r.blocks:
+                grid = q.new_zeros(*where.shape, *q.shape[1:])
+                grid[where] = q[rows]
+                used = dead.shape[1]
+                # a mask alone lets a stale NaN of the slot's last owner through: 0 * NaN
+                keys, values = (
+                    c[i][slots, :used].masked_fill(dead[:, :, None, None], 0.0).transpose(1, 2) for c in (cache.keys, cache.values)
+                )
+                mask = torch.arange(used, device=q.device) <= q_pos[..., None]  # [n, longest, used]
+                out = F.scaled_dot_product_attention(grid.transpose(1, 2), keys, values, attn_mask=mask[:, None])
+                o[rows] = out.transpose(1, 2)[where]
+            return attn.close(o, n).masked_fill(null_rows[:, None], 0.0)
+
+        def attend(i: int, n: Tensor) -> Tensor:
+            attn = self.layers[i].attn
+            return kda(i, attn, n) if isinstance(attn, Kda) else full(i, attn, n)
+
+        h = self._trunk(tokens, attend, collect)
+        return self.head(h if all_rows else h[r.cu[1:] - 1])
+
+
+def new_collect() -> dict[str, list]:
+    """An empty `collect`, with by layer: prefix (after the layer), mixture (what its consumer reads: the next layer's attention side,
+    after the last the output side), taps ({"bank": [n][..., hidden], "prefix", "pending"}: the prefix before the MLP output is added)."""
+    return {"prefix": [], "mixture": [], "taps": []}
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """Greedy byte of logits [..., VOCAB]; a row with NaN gives id 0, the stream of zeros that vLLM's sampler shows for NaN logits.
+
+    torch.argmax would return the index of a NaN, here also 0 when the whole row is NaN; stated so that a partial NaN is the same.
+    """
+    ids = logits[..., :BOS].argmax(-1)
+    return ids.masked_fill(torch.isnan(logits).any(-1), 0)
+
+
+def save(model: TinyK3, path: str | os.PathLike, metadata: dict[str, str] | None = None) -> None:
+    """Write weights in bf16 (A_log and dt_bias in fp32) with the configuration in the metadata; a temporary name, then renamed."""
+    path = Path(path)
+    tensors = {
+        name: x.detach().cpu().to(torch.float32 if name.rsplit(".", 1)[-1] in FP32_NAMES else torch.bfloat16).contiguous()
+        for name, x in model.state_dict().items()
+    }
+    part = path.with_name(path.name + ".part")
+    save_file(tensors, part, metadata={"format": FORMAT, "config": model.config.to_json(), **(metadata or {})})
+    os.replace(part, path)
+
+
+def load(path: str | os.PathLike, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> TinyK3:
+    """The model in `path`, computing in dtype (float32 or float64). Raises BadInput for a file that is not one of ours."""
+    try:
+        with safe_open(path, framework="pt") as f:
+            meta = f.metadata() or {}
+            tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (safe_open is not a dict)
+    except (SafetensorError, OSError) as e:
+        raise BadInput(f"{path}: not a readable safetensors file ({e}); make one with data/train_tiny_k3.py") from e
+    if meta.get("format") != FORMAT:
+        raise BadInput(f"{path}: metadata format is {meta.get('format')!r}, expected {FORMAT!r}; make one with data/train_tiny_k3.py")
+    model = TinyK3(TinyConfig.from_json(meta["config"]))
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as e:
+        raise BadInput(f"{path}: tensors do not fit the configuration in its metadata: {e}") from e
+    return model.to(device=device, dtype=dtype).eval().requires_grad_(False)

@@ -1,0 +1,127 @@
+"""The layer step by every route against float64: outputs, states, stitching, and what each route leaves exposed."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from k3lab.errors import BadInput
+from k3lab.kda import reference
+from k3lab.kda.layer import kda_layer_step, plan
+from k3lab.testing import LENGTH_MIXES, assert_within_budget, low_precision_reference, random_call
+
+BATCH = (1, 1, 1, 63, 64, 65, 1)  # three decodes, then prefills, one of them a single token
+
+
+def finite_sequences(result) -> list[bool]:
+    return torch.isfinite(result.final_state).flatten(1).all(1).tolist()
+
+
+def interleaved():
+    """Speculative rows (3 tokens each) between plain decodes, a ragged prefill and a full chunk."""
+    call = random_call((1, 3, 1, 3, 70, 1, 64), head_dim=64)
+    return replace(call, num_decodes=0, spec_mask=torch.tensor([0, 1, 0, 1, 0, 0, 0]).bool())
+
+
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("route", ["chunk_all", "split", "gather_split"])
+@pytest.mark.parametrize("lengths", [*LENGTH_MIXES.values(), BATCH], ids=[*LENGTH_MIXES, "decode first"])
+def test_every_route_is_within_the_float64_budget(lengths, route, dtype, layout):
+    call = random_call(lengths, dtype=dtype, state_layout=layout, head_dim=64)
+    truth, low, got = reference.recurrent_kda(call), low_precision_reference(call, dtype), kda_layer_step(call, route)
+    assert_within_budget("o", got.o, truth["o"], low["o"], dtype)
+    assert_within_budget("final_state", got.final_state, truth["final_state"], low["final_state"], dtype)
+
+
+def test_split_saves_decodes_but_not_ragged_prefills_and_zero_padding_closes_both():
+    call = random_call(BATCH, head_dim=64)
+    everything = [True] * 7
+    full_chunk_only = [False, False, False, False, True, False, False]
+    decodes_and_full_chunk = [True, True, True, False, True, False, False]
+    assert finite_sequences(kda_layer_step(call, "chunk_all", padding="nan")) == full_chunk_only
+    assert finite_sequences(kda_layer_step(call, "split", padding="nan")) == decodes_and_full_chunk
+    for route in ("chunk_all", "split"):
+        assert finite_sequences(kda_layer_step(call, route, padding="zero")) == everything
+
+
+def test_interleaved_batch_needs_the_gather_route():
+    call = interleaved()
+    with pytest.raises(BadInput, match="gather_split"):
+        kda_layer_step(call, "split")
+    assert finite_sequences(kda_layer_step(call, "chunk_all", padding="nan")) == [False, True, False, True, False, False, True]
+    assert finite_sequences(kda_layer_step(call, "gather_split", padding="nan")) == [True, True, True, True, False, True, True]
+
+
+@pytest.mark.parametrize("route", ["chunk_all", "gather_split"])
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+def test_speculative_rows_return_the_state_after_each_token(route, impl):
+    """What rollback to the last accepted token reads; rows of plain sequences stay NaN so that nobody reads them."""
+    call = interleaved()
+    truth = reference.recurrent_kda(call, token_states=True)
+    got = kda_layer_step(call, route, impl)
+    spec = call.spec_mask.repeat_interleave(call.lengths)
+    assert torch.isfinite(got.states[spec]).all()
+    assert torch.isnan(got.states[~spec]).all()
+    low = low_precision_reference(call, torch.float32)
+    assert_within_budget("o", got.o, truth["o"], low["o"], torch.float32)
+    error = (got.states[spec].double() - truth["states"][spec]).abs().max()
+    assert error <= 2 * (low["final_state"].double() - truth["final_state"]).abs().max()
+
+
+def test_null_slots_are_skipped_and_give_zeros():
+    call = replace(random_call((1, 1, 65), head_dim=64), state_indices=torch.tensor([4, 0, 7]))
+    got = kda_layer_step(call, "split", padding="zero")
+    assert not got.o[1].any()
+    assert torch.equal(got.final_state[1], call.state_vk()[1])
+    truth = reference.recurrent_kda(call)
+    assert torch.allclose(got.o[2:].double(), truth["o"][2:], atol=1e-6)
+
+
+def test_all_null_batch_gives_zeros():
+    call = replace(random_call((1, 2), head_dim=64), state_indices=torch.tensor([0, -1]))
+    assert not kda_layer_step(call, "split").o.any()
+
+
+def test_output_norm_and_gate():
+    call = random_call((1, 5), head_dim=64, dtype=torch.float64)
+    got = kda_layer_step(call, "split", "reference")
+    o, w = reference.recurrent_kda(call)["o"], call.norm_weight.double()
+    want = o / (o.square().mean(-1, keepdim=True) + call.eps).sqrt() * w * torch.sigmoid(call.output_gate)
+    assert torch.allclose(got.y, want, rtol=1e-12, atol=1e-14)
+    assert kda_layer_step(replace(call, output_gate=None), "split").y is None
+
+
+def test_plan_names_the_launches():
+    call = random_call(BATCH, head_dim=64)
+    assert plan(call, "chunk_all") == [("chunk", [0, 1, 2, 3, 4, 5, 6])]
+    assert plan(call, "split") == [("recurrent", [0, 1, 2]), ("chunk", [3, 4, 5, 6])]
+    assert plan(call, "gather_split") == [("recurrent", [0, 1, 2, 6]), ("chunk", [3, 4, 5])]
+
+
+def test_undefined_workgroups_follow_their_sequence_through_a_route():
+    call = random_call(BATCH, head_dim=64)
+    undefined = torch.zeros(7, 2, dtype=torch.bool)
+    undefined[0, 0] = undefined[5, 1] = True
+    assert finite_sequences(kda_layer_step(call, "chunk_all", padding=undefined)) == [False, True, True, True, True, False, True]
+    assert finite_sequences(kda_layer_step(call, "split", padding=undefined)) == [True, True, True, True, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "named"),
+    [
+        ({"route": "splits"}, "route"),
+        ({"impl": "cuda"}, "impl"),
+        ({"padding": "none"}, "padding"),
+        ({"impl": "reference", "padding": "nan"}, "padding"),
+        ({"impl": "triton", "padding": torch.zeros(2, 2, dtype=torch.bool)}, "padding"),
+    ],
+)
+def test_unknown_names_are_refused(kwargs, named):
+    with pytest.raises(BadInput, match=named):
+        kda_layer_step(random_call((1, 2), head_dim=64), **kwargs)
+
+
+def test_split_refuses_a_batch_that_is_not_decode_first():
+    with pytest.raises(BadInput, match="decode-first"):
+        kda_layer_step(replace(random_call((2, 1), head_dim=64), num_decodes=1), "split")
