@@ -74,9 +74,7 @@ def make_kernel(amdgcn: str, ttgir: str = "", metadata: dict | None = None, wher
     size = re.search(r"\.max_flat_workgroup_size:\s+(\d+)", amdgcn)
     warps = metadata.get("num_warps") or (int(size[1]) // 64 if size else 0)
     if not 1 <= warps <= 16:
-        raise BadInput(
-            f"{where}: {warps} waves of 64 per workgroup; expected 1 to 16 (from num_warps beside it, or .max_flat_workgroup_size)"
-        )
+        raise BadInput(f"{where}: {warps} waves of 64 per workgroup; expected 1 to 16 (num_warps or .max_flat_workgroup_size)")
     limit = LDS_BYTES.get(program.arch, 64 * 1024)
     shared = metadata.get("shared") or 0
     if shared > limit:

@@ -353,7 +353,8 @@ def _wait_words(w: Wait) -> str:
     if w.reason == "no barrier":
         return "No s_barrier stands between them."
     if w.reason == "none":
-        return f"No s_waitcnt {w.counter} stands between them; {w.counter}({w.enough}) before line {w.before.line} ({w.before.op}) would cover it."
+        place = f"before line {w.before.line} ({w.before.op})"
+        return f"No s_waitcnt {w.counter} stands between them; {w.counter}({w.enough}) {place} would cover it."
     return (
         f"The wait at line {w.instruction.line} is {w.counter}({w.allows}), but only {w.enough} operation{'s' * (w.enough != 1)} "
         f"follow{'s' * (w.enough == 1)} this one: it needs {w.counter}({w.enough}) or less."
@@ -380,8 +381,8 @@ def _uninitialised_findings(acc: Accesses, o: Order, sources: dict[int, Access])
             else "No access in this kernel writes them at any input analysed."
         )
         message = (
-            f"uninitialised: {ins} reads {size} bytes within LDS {lo}..{hi} (tile {tile}; {_names(waves)}) that nothing in this workgroup has "
-            f"written: they hold what an earlier workgroup left. {fills}"
+            f"uninitialised: {ins} reads {size} bytes within LDS {lo}..{hi} (tile {tile}; {_names(waves)}) that nothing in this "
+            f"workgroup has written: they hold what an earlier workgroup left. {fills}"
         )
         first = source.instruction if source else None
         out.append(Finding("uninitialised", first, ins, tile, size, (lo, hi), tuple(sorted(waves)), len(members), "", None, message))
