@@ -100,9 +100,8 @@ def resolve(fn: object, heuristics: list[dict], given: dict, field: dict, name: 
             try:
                 values[key] = rule(seen)
             except Exception as error:
-                raise BadInput(
-                    f"kernel {name}: its heuristic for {key} needs real arguments ({type(error).__name__}: {error}); give {key} in the signature"
-                ) from None
+                why = f"its heuristic for {key} needs real arguments ({type(error).__name__}: {error})"
+                raise BadInput(f"kernel {name}: {why}; give {key} in the signature") from None
             types[key] = "constexpr"
     if missing := [n for n in names if n not in types]:
         raise BadInput(

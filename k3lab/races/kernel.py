@@ -9,7 +9,7 @@ import numpy as np
 
 from k3lab.errors import BadInput
 from k3lab.races.asm import Program, parse
-from k3lab.races.gfx import Memory
+from k3lab.races.state import Memory
 from k3lab.shapes import CHUNK
 
 INTEGERS = {"i8": np.int8, "i16": np.int16, "i32": np.int32, "i64": np.int64, "u32": np.uint32, "u64": np.uint64}
