@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from k3lab.errors import BadInput
-from k3lab.races.asm import Program, parse
+from k3lab.races.asm import Instruction, Program, parse
 from k3lab.races.state import Memory
 from k3lab.shapes import CHUNK
 
@@ -159,16 +159,25 @@ def read_input(path: str | Path) -> Input:
 # ---------------------------------------------------------------- how tiles reach LDS
 
 
+COPY_PATHS = {
+    "global_load_lds": "LDS-DMA by global_load_lds (no pointer_range): masked lanes are skipped and their LDS bytes keep what was there",
+    "buffer_load_lds": "LDS-DMA by buffer_load ... lds (pointer_range): masked lanes go out of bounds",
+    "registers": "through registers and ds_write: no asynchronous copy",
+    "none": "no tile goes through LDS",
+}
+
+
+def is_dma(ins: Instruction) -> bool:
+    """True for a copy from memory into LDS."""
+    return ins.op.startswith("global_load_lds") or (ins.op.startswith("buffer_load") and "lds" in ins.mods)
+
+
 def copy_path(program: Program) -> str:
-    """Which way the kernel brings tiles into LDS; the first is the path of the faults in notebook 02."""
-    ops = [i for i in program.instructions]
-    if any(i.op.startswith("global_load_lds") for i in ops):
-        return "LDS-DMA by global_load_lds (no pointer_range: masked lanes are skipped)"
-    if any(i.op.startswith("buffer_load") and "lds" in i.mods for i in ops):
-        return "LDS-DMA by buffer_load ... lds (pointer_range: masked lanes go out of bounds)"
-    if any(i.op.startswith("ds_write") for i in ops):
-        return "registers, then ds_write (no asynchronous copy)"
-    return "no tile goes through LDS"
+    """Which of COPY_PATHS brings the kernel's tiles into LDS; the first named wins where there are several."""
+    copies = [i.op for i in program.instructions if is_dma(i)]
+    if copies:
+        return "global_load_lds" if any(op.startswith("global") for op in copies) else "buffer_load_lds"
+    return "registers" if any(i.op.startswith("ds_write") for i in program.instructions) else "none"
 
 
 def ttgir_copies(ttgir: str) -> list[tuple[str, int]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from k3lab.errors import K3labError
 from k3lab.races.asm import Instruction
 from k3lab.races.gfx import execute
-from k3lab.races.kernel import Input, Kernel, make_memory, standard_input, ttgir_copies
+from k3lab.races.kernel import Input, Kernel, is_dma, make_memory, standard_input, ttgir_copies
 from k3lab.races.order import Accesses, Order, order, races, readers, uninitialised
 from k3lab.races.state import Access
 
@@ -236,7 +236,7 @@ def missing_copies(kernel: Kernel) -> list[Finding]:
         expected.setdefault(source, []).append(size)
     found: dict = {}
     for ins in kernel.program.instructions:
-        if ins.op.startswith("global_load_lds") or (ins.op.startswith("buffer_load") and "lds" in ins.mods):
+        if is_dma(ins):
             width = 4 * int(ins.op.rpartition("dwordx")[2]) if "dwordx" in ins.op else 4
             found.setdefault(ins.source, []).append((ins, width * 64 * kernel.warps))
     out = []
