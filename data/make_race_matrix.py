@@ -31,14 +31,15 @@ error); path (how tiles reach LDS); race (racing pairs of instructions), uniniti
 
 def card(rows: pd.DataFrame, data: bytes) -> str:
     """The data card: source, how made, versions, sha256, and the verdicts in a table."""
+    kernel = hashlib.sha256(KERNEL.read_bytes()).hexdigest()
     worst = verdict_table(rows, by=("triton", "target", "async", "pointer_range", "padding"))
     return f"""# race_matrix.jsonl
 
 - What: verdicts of the LDS analysis (k3lab.races.lds) on recompute_w_u_fwd_kernel, {len(rows)} rows, one per (build, input).
 - Axes: Triton {", ".join(TRITONS)} x hip:gfx950, hip:gfx942 x async copy on, off x pointer_range on, off x padding undefined, zero
   x warps 2, 4, 8 x stages 2, 3, 4 x inputs {", ".join(INPUTS)}. Shape: 12 heads, K = V = 128, BT = BK = BV = 64, bf16.
-- Source: k3lab/kda/triton_chunk.py (sha256 {hashlib.sha256(KERNEL.read_bytes()).hexdigest()[:16]}), cross-compiled. Nothing ran on an AMD card; the verdicts rest on the assumptions in
-  k3lab.races.lds.ASSUMPTIONS. Async copy is off by default on gfx942 in every version here.
+- Source: k3lab/kda/triton_chunk.py, sha256 {kernel[:16]}, cross-compiled. Nothing ran on an AMD card; the verdicts rest on the
+  assumptions in k3lab.races.lds.ASSUMPTIONS. Async copy is off by default on gfx942 in every version here.
 - Made by: data/make_race_matrix.py; no randomness. Line numbers in a row are lines of that build's assembly.
 - Versions: k3lab {version("k3lab")}, torch {version("torch")}, numpy {version("numpy")}, Python {platform.python_version()}.
 - Licence: this repository's; no third-party data.

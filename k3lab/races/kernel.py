@@ -98,7 +98,7 @@ def make_memory(kernel: Kernel, given: Input) -> Memory:
     for name, values in given.buffers.items():
         if name not in names:
             raise BadInput(f"input {given.name}: buffer {name!r} is not an argument of {kernel.program.name}: {', '.join(names)}")
-        pointee = re.sub(r"!tt\.ptr<(\w+).*", r"\1", kinds.get(name, "!tt.ptr<i32>"))
+        pointee = re.sub(r"!tt\.ptr<(\w+).*", r"\1", kinds.get(name) or "!tt.ptr<i32>")  # no TTGIR: cu_seqlens as engines pass it
         if pointee not in INTEGERS:
             raise BadInput(f"input {given.name}: buffer {name!r} has element type {pointee}; only integers are given")
         buffers[name] = np.asarray(values, dtype=INTEGERS[pointee])

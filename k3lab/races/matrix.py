@@ -61,6 +61,7 @@ def rows_of(compiled: Compiled, inputs: Sequence[Input | str] = INPUTS, detail: 
     else:
         kernel = compiled.kernel()
         reports = analyse(kernel, list(inputs))
+        base["padding"] = json.loads(compiled.text("json"))["constexpr"].get("PADDING", "")
     rows = []
     for given, r in zip(inputs, reports, strict=True):
         row = {**base, "input": r.input, "verdict": r.verdict, "path": copy_path(kernel.program) if kernel else ""}
