@@ -127,6 +127,15 @@ def test_ds_accesses_of_one_wave_are_in_order():
     assert reports(body).verdict == "ordered"
 
 
+def test_one_store_of_a_replicated_tile_by_two_waves_is_no_race():
+    """Both waves keep the same 64 words and store them by one instruction; other bytes, or another instruction, do conflict."""
+    same = "\tv_and_b32_e32 v1, 63, v0\n\tv_lshlrev_b32_e32 v1, 2, v1\n"
+    assert reports(same + "\tds_write_b32 v1, v0\n").verdict == "ordered"
+    assert reports(same + "\tds_write_b32 v1, v0\n\tds_write_b32 v1, v0\n").verdict == "race"
+    shifted = "\tv_lshrrev_b32_e32 v1, 6, v0\n\tv_lshlrev_b32_e32 v1, 7, v1\n\tv_and_b32_e32 v2, 63, v0\n\tv_lshl_add_u32 v1, v2, 2, v1\n"
+    assert reports(shifted + "\tds_write_b32 v1, v0\n").verdict == "race"
+
+
 def test_scalar_loads_do_not_push_ds_operations_out():
     """lgkmcnt(1) after a DS write and a scalar load says nothing of the DS write: the load may have finished first."""
     body = (
@@ -249,6 +258,13 @@ def test_report_states_its_assumptions():
 def test_foreign_text_is_refused(text, words):
     with pytest.raises((BadInput, Unsupported), match=words):
         parse(text, "some.file")
+
+
+@pytest.mark.parametrize(
+    "target", ["amdgcn-amd-amdhsa--gfx950", "amdgcn-amd-amdhsa--gfx942:sramecc+", "amdgpu9.50-amd-amdhsa-unknown-gfx950"]
+)
+def test_every_spelling_of_the_target_is_read(target):
+    assert parse(HEAD.replace("amdgcn-amd-amdhsa--gfx950", target) + TAIL).arch in target
 
 
 def test_bad_files_name_themselves(tmp_path):

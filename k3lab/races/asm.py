@@ -78,7 +78,7 @@ def _instruction(index: int, line: int, source: str, text: str) -> Instruction:
 
 def parse(text: str, where: str = "assembly") -> Program:
     """AMDGCN text to Program. Raises BadInput if it is not the assembly of one gfx9 kernel, naming `where`."""
-    target = re.search(r'\.amdgcn_target\s+"amdgcn-amd-amdhsa-[^"]*-(gfx\w+)', text)
+    target = re.search(r'\.amdgcn_target\s+"[^"]*-(gfx\w+)', text)  # Triton 3.9 writes amdgpu9.50-…, the others amdgcn-…
     names = re.findall(r"^\s*\.amdhsa_kernel\s+(\S+)", text, re.M)
     if not target or not names:
         raise BadInput(f"{where}: not AMDGCN assembly (no .amdgcn_target or no .amdhsa_kernel); pass the .amdgcn file that Triton caches")

@@ -37,11 +37,11 @@ TYPES = {
 _D = KIMI_K3_TP8.head_dim
 # what an argument of a KDA kernel is where no signature says otherwise: Kimi-K3 on one of eight ranks, bf16
 FIELD_SIGNATURE: dict = {
-    **dict.fromkeys(("q", "k", "v", "kg", "w", "u", "A", "o", "v_new", "h", "Aqk"), "*bf16"),
+    **dict.fromkeys(("q", "k", "v", "q_n", "k_n", "kg", "w", "u", "A", "o", "v_new", "h", "Aqk", "raw_g", "raw_beta"), "*bf16"),
     **dict.fromkeys(("beta", "g", "gk", "h0", "ht", "Akk", "A_log", "dt_bias"), "*fp32"),
-    **dict.fromkeys(("cu_seqlens", "chunk_indices"), "*i32"),
-    **dict.fromkeys(("qg",), None),
-    "T": "i32", "H": KIMI_K3_TP8.num_heads, "HV": KIMI_K3_TP8.num_heads, "K": _D, "V": _D, "BT": CHUNK, "BK": 64, "BV": 64, "BC": SUB_CHUNK,
+    **dict.fromkeys(("cu_seqlens", "chunk_indices", "chunk_offsets"), "*i32"),
+    **dict.fromkeys(("scale", "lower_bound"), "fp32"),
+    "qg": None, "BOUNDED": True, "T": "i32", "H": KIMI_K3_TP8.num_heads, "HV": KIMI_K3_TP8.num_heads, "K": _D, "V": _D, "BT": CHUNK, "BK": 64, "BV": 64, "BC": SUB_CHUNK,
     "PADDING": "undefined",
 }  # fmt: skip
 

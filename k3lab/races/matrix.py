@@ -16,7 +16,7 @@ import joblib
 import pandas as pd
 from tqdm import tqdm
 
-from k3lab.errors import BadInput
+from k3lab.errors import BadInput, K3labError
 from k3lab.races.compiled import RECOMPUTE_W_U, Build, Compiled, compile_builds
 from k3lab.races.kernel import Input, copy_path, standard_input
 from k3lab.races.lds import KINDS, Report, analyse, run, sufficient_waits
@@ -56,12 +56,13 @@ def rows_of(compiled: Compiled, inputs: Sequence[Input | str] = INPUTS, detail: 
         "kernel": b.kernel.rpartition(":")[2], "triton": compiled.triton, "target": b.target, "pointer_range": b.pointer_range,
         "async": ASYNC[b.async_copy], "padding": dict(b.signature).get("PADDING", ""), "warps": b.num_warps, "stages": b.num_stages,
     }  # fmt: skip
-    if compiled.error:
-        reports, kernel = [Report(i if isinstance(i, str) else i.name, "error", error=compiled.error) for i in inputs], None
-    else:
+    kernel = None
+    try:
         kernel = compiled.kernel()
         reports = analyse(kernel, list(inputs))
         base["padding"] = json.loads(compiled.text("json"))["constexpr"].get("PADDING", "")
+    except K3labError as error:
+        reports = [Report(i if isinstance(i, str) else i.name, "error", error=compiled.error or str(error)) for i in inputs]
     rows = []
     for given, r in zip(inputs, reports, strict=True):
         row = {**base, "input": r.input, "verdict": r.verdict, "path": copy_path(kernel.program) if kernel else ""}

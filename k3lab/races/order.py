@@ -129,11 +129,17 @@ def races(acc: Accesses, o: Order) -> list[tuple[int, int]]:
                 continue
             for x in here[v]:
                 for y in here[w]:
-                    if acc.bits[x] & acc.bits[y] and not (acc.all[x].kind == acc.all[y].kind == "read"):
+                    if acc.bits[x] & acc.bits[y] and not _harmless(acc, x, y):
                         found.add(
                             (x, y) if (o.issue[x], acc.all[x].instruction.line) <= (o.issue[y], acc.all[y].instruction.line) else (y, x)
                         )
     return sorted(found | _same_wave(acc, o))
+
+
+def _harmless(acc: Accesses, x: int, y: int) -> bool:
+    """Two reads, or one ds_write by which two waves store the same bytes: Triton keeps copies of one tile in several waves."""
+    a, b = acc.all[x], acc.all[y]
+    return a.kind == b.kind and (a.kind == "read" or (a.kind == "write" and a.instruction is b.instruction and acc.bits[x] == acc.bits[y]))
 
 
 def _same_wave(acc: Accesses, o: Order) -> set[tuple[int, int]]:
