@@ -34,6 +34,7 @@ FAILURES = (CellExecutionError, CellTimeoutError, DeadKernelError)
 NOISE = [
     (re.compile(r"\x1b\[[0-9;]*m"), ""),
     (re.compile(r"0x[0-9a-f]{6,}"), "ADDRESS"),
+    (re.compile(r"<Figure size [^>]*>"), "<Figure>"),
     (re.compile(r"\b(python|k3lab|torch|triton|numpy|pandas|matplotlib|fla-core)([ =v]+)\d+(\.\w+)+(\+\w+)?", re.I), r"\1\2VERSION"),
     (re.compile(r"\b\d+(\.\d+)?\s?(ns|µs|us|ms|s|min|seconds|minutes)\b"), "DURATION"),
     (re.compile(r"[-─]{4,}"), "----"),
@@ -200,7 +201,7 @@ def process(what: str, source: Path, out: Path) -> list[str]:
         if committed.stat().st_size > SIZE_LIMIT:
             return [f"{committed.name} has {committed.stat().st_size:,} bytes, more than {SIZE_LIMIT:,}: a hosting page may not show it"]
         if diff := stale(jupytext.read(source), old):  # no need to execute to know
-            return [*diff, "make render"]
+            return [*diff, "to renew the committed notebook: make render"]
     nb, failure = execute(source)
     write(nb, out / "notebooks" / committed.name)
     if failure is not None:

@@ -12,11 +12,8 @@ exposures and correctness come from the same route at p = 0.
 """
 
 import argparse
-import hashlib
 import json
 import multiprocessing
-import os
-import platform
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -27,8 +24,9 @@ import torch
 from scipy.stats import binomtest
 from tqdm import tqdm
 
-from k3lab import __version__
+from k3lab.provenance import sha256
 from k3lab.tiny import data, model, serving
+from k3lab.tiny.cards import made_on, made_with, write_text
 
 HERE = Path(__file__).resolve().parent
 P_VALUES = (0.0, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 1.0)
@@ -114,7 +112,7 @@ def with_expectation(rows: list[dict]) -> list[dict]:
 
 def card(r: dict) -> str:
     """The data card, every number out of the record r."""
-    s, made = r["setting"], r["made_with"]
+    s = r["setting"]
     workgroups = [f"{kind} workgroups" for kind in ("exposed decode", "exposed prefill", "NaN")]
     columns = ("route", "p", "seed", "correct", "accuracy (95% Wilson)", "expected", "mixed steps", *workgroups)
     lines = [columns, ("---",) * len(columns)]
@@ -135,7 +133,6 @@ def card(r: dict) -> str:
             )
         )
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    ran = f"{made['device']}, Python {made['python']}, torch {made['torch']}, k3lab {made['k3lab']}"
     return f"""# accuracy.json: served accuracy by route, against the probability that undefined rows are NaN
 
 | | |
@@ -144,7 +141,7 @@ def card(r: dict) -> str:
 up to {s["max_seqs"]} requests at a time, {s["max_tokens"]} tokens a step, Poisson arrivals at {s["rate"]} a step, \
 at most {s["max_new"]} new bytes |
 | made by | `data/measure_accuracy.py`, seeds {", ".join(map(str, s["seeds"]))}, torch stages in fp32 |
-| made on | {ran}; {r["seconds"]:.0f} s with {s["jobs"]} processes |
+| made on | {made_on(r["made_with"])}; {r["seconds"]:.0f} s with {s["jobs"]} processes |
 | weights sha256 | `{r["weights_sha256"]}` |
 | what is real, what is set | served for real; the value of undefined rows is set: NaN with probability p per workgroup \
 (sequence, head, layer, launch) of the chunk kernel, else zero. Not an observation of any GPU's undefined rows |
@@ -155,12 +152,6 @@ ragged prefill piece, by split the ragged prefill pieces alone. p = 1 is "always
 
 {table}
 """
-
-
-def write(path: Path, text: str) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(text)
-    os.replace(part, path)
 
 
 def main() -> None:
@@ -185,11 +176,8 @@ def main() -> None:
             "problems": a.problems, "seeds": a.seeds, "max_seqs": a.max_seqs, "max_tokens": a.max_tokens, "rate": a.rate,
             "max_new": a.max_new, "jobs": a.jobs,
         },
-        "made_with": {
-            "device": torch.cuda.get_device_name() if a.device == "cuda" else platform.machine() + " CPU",
-            "python": platform.python_version(), "torch": torch.__version__, "k3lab": __version__,
-        },
-        "weights_sha256": hashlib.sha256(a.weights.read_bytes()).hexdigest(),
+        "made_with": made_with(a.device),
+        "weights_sha256": sha256(a.weights),
     }  # fmt: skip
     a.out.mkdir(parents=True, exist_ok=True)
     # spawned, because CUDA does not survive a fork
@@ -201,8 +189,8 @@ def main() -> None:
             # after every run, so that a killed measurement keeps what it has
             rows = with_expectation([done[i] for i in sorted(done)])
             record = {**about, "seconds": time.perf_counter() - start, "planned_runs": len(tasks), "rows": rows}
-            write(a.out / "accuracy.json", json.dumps(record, indent=1) + "\n")
-            write(a.out / "accuracy.md", card(record))
+            write_text(a.out / "accuracy.json", json.dumps(record, indent=1) + "\n")
+            write_text(a.out / "accuracy.md", card(record))
 
 
 if __name__ == "__main__":

@@ -9,11 +9,8 @@ on a GPU up to the order of atomic additions.
 """
 
 import argparse
-import hashlib
 import json
 import math
-import os
-import platform
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -25,8 +22,9 @@ from scipy.stats import binomtest
 from torch import Tensor
 from tqdm import tqdm
 
-from k3lab import __version__
+from k3lab.provenance import sha256
 from k3lab.tiny import data, model
+from k3lab.tiny.cards import made_on, made_with, write_text
 
 QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
 
@@ -218,7 +216,7 @@ full attention (no positions, output gate) at layers {full} (0-based), AttnRes b
 | made by | `{command}` |
 | training | {training["steps"]} steps of {recipe["batch"]} x {recipe["window"]} bytes in {training["seconds"]:.0f} s; \
 {training["skipped_batches"]} batches skipped for a non-finite gradient |
-| made on | {made["device"]}, Python {made["python"]}, torch {made["torch"]}, k3lab {made["k3lab"]} |
+| made on | {made_on(made)} |
 | source | the standard library of Python {corpus["python"]} (code; docstrings, language reference and licence as prose) \
 and arithmetic word problems of `k3lab/tiny/data.py`; mix {shares} |
 | corpus sha256 | `{corpus["sha256"]}` |
@@ -245,12 +243,6 @@ and the Frobenius norm of Akk over {r["gates"][0]["chunks"]} (chunk, head) pairs
 """
 
 
-def write(path: Path, text: str) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(text)
-    os.replace(part, path)
-
-
 def run(recipe: Recipe, size: str, device: str, seed: int, out: Path) -> dict:
     """Train, save, measure on what was saved, and write the record and the card."""
     torch.manual_seed(seed)
@@ -272,17 +264,14 @@ def run(recipe: Recipe, size: str, device: str, seed: int, out: Path) -> dict:
         "parameters": sum(p.numel() for p in net.parameters()), "layers": s.num_layers, "hidden": s.hidden, "heads": s.num_heads,
         "head_dim": s.head_dim, "attn_res_block": s.attn_res_block, "lower_bound": s.lower_bound,
         "full_attention_layers": [i for i in range(s.num_layers) if s.is_full_attention(i)],
-        "made_with": {
-            "device_type": device, "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine() + " CPU",
-            "python": platform.python_version(), "torch": torch.__version__, "k3lab": __version__,
-        },
-        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        "made_with": made_with(device),
+        "sha256": sha256(path),
         "bits_per_byte": bits_per_byte(net, corpus, recipe, seed + 1),
         "exact_match": exact_match(net, recipe.eval_problems, seed + 2),
         "gates": gate_statistics(net, corpus, recipe, seed + 3),
     }  # fmt: skip
-    write(out / "tiny_k3.json", json.dumps(record, indent=1) + "\n")
-    write(out / "tiny_k3.md", card(record))
+    write_text(out / "tiny_k3.json", json.dumps(record, indent=1) + "\n")
+    write_text(out / "tiny_k3.md", card(record))
     return record
 
 

@@ -1,5 +1,6 @@
 """The capture format: what is written is what is read, a bad file is one clear error, and no save is ever half done."""
 
+import contextlib
 import json
 import os
 import pickle
@@ -346,3 +347,177 @@ def test_unreadable_side_file_and_missing_ids(tmp_path):
     save_file({"hidden_states": torch.ones(3, 2, 4)}, path)
     with pytest.raises(BadInput, match="token_ids: is missing"):
         Capture.load(path)
+
+
+def healthy(lengths=(1, 1, 70), dtype=torch.float32, **kwargs) -> Capture:
+    """A capture that the doctor has nothing to say about: real results, fresh tokens, full provenance."""
+    call = replace(random_call(lengths, heads=2, head_dim=16, **kwargs), layer=3, step=9)
+    call = replace(call, state_indices=torch.arange(1, len(lengths) + 1, dtype=torch.int32))
+    out = recurrent_kda(call)
+    final = out["final_state"].float()
+    if call.state_layout == "kv":
+        final = final.transpose(-1, -2).contiguous()
+    ids = torch.randperm(1000, generator=torch.Generator().manual_seed(0))[: sum(lengths)]
+    origin = {"model": "tiny", "engine": "k3lab", "engine_version": "1", "git_commit": "abc", "tp_rank": 0, "tp_size": 1}
+    return Capture.from_call(call, out["o"].float(), final, token_ids=ids, **origin)
+
+
+@pytest.mark.parametrize("decay", ["mixed", "strong", "weak"])
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+def test_the_doctor_has_nothing_to_say_about_a_healthy_capture(tmp_path, decay, layout):
+    path = healthy(decay=decay, state_layout=layout).save(tmp_path / "a.safetensors")
+    findings = Capture.load(path).check()
+    assert findings.empty, findings.to_string()
+    assert list(findings.columns) == ["severity", "tensor", "where", "finding", "what_to_do"]
+
+
+def at(index, value):
+    def apply(x):
+        x = x.clone()
+        x[index] = value
+        return x
+
+    return apply
+
+
+def activated(scale):
+    def apply(c: Capture) -> None:
+        x = torch.exp(c.tensors["A_log"])[:, None] * (c.tensors["raw_g"] + c.tensors["dt_bias"])
+        c.tensors["raw_g"] = -5.0 * torch.sigmoid(x) * scale
+
+    return apply
+
+
+def cumulative(c: Capture) -> None:
+    activated(1.0)(c)
+    c.tensors["raw_g"] = c.tensors["raw_g"].cumsum(0)
+
+
+def other_width(c: Capture) -> None:
+    """V = 8 beside K = 16, with the state stored the other way round."""
+    for name in ("v", "output_gate", "o"):
+        c.tensors[name] = c.tensors[name][..., :8]
+    for name in ("initial_state", "final_state"):
+        c.tensors[name] = c.tensors[name][..., :8]
+    c.tensors["norm_weight"] = c.tensors["norm_weight"][:8]
+
+
+NAN, INF = float("nan"), float("inf")
+SICK = {  # name: (what is done to a healthy capture, severity, tensor, words of the finding)
+    "zero rows": (edit({"k": at(slice(5, 8), 0.0)}), "warning", "k", "3 of 72 rows are all zero"),
+    "repeated rows": (edit({"q": lambda x: x[:1].expand_as(x)}), "warning", "q", "71 of 72 rows repeat"),
+    "one repeated row": (edit({"v": lambda x: at(9, x[4])(x)}), "note", "v", "1 of 72 rows repeat"),
+    "NaN": (edit({"v": at((4, 1, 7), NAN)}), "error", "v", "1 NaN and 0 Inf of 2304"),
+    "Inf": (edit({"raw_g": at((0, 0), INF)}), "error", "raw_g", "0 NaN and 16 Inf"),
+    "o not finite": (edit({"o": at((71, 1), NAN)}), "error", "o", "recorded result has 16 NaN"),
+    "final_state not finite": (edit({"final_state": at((2, 1), NAN)}), "error", "final_state", "recorded result has 256 NaN"),
+    "NaN in a state that is read": (
+        edit({"initial_state": at(0, NAN)}), "error", "initial_state", "512 NaN"),
+    "NaN in a stale slot": (
+        edit({"initial_state": at(2, NAN), "has_initial_state": at(2, False)}), "note", "initial_state", "start from zeros"),
+    "heads first": (edit({"k": lambda x: x.transpose(0, 1)}), "error", "k", "2 heads before the 72 tokens"),
+    "padding rows": (edit({"v": lambda x: torch.cat([x, x])}), "error", "v", "for 72 tokens"),
+    "rank": (edit({"q": lambda x: x.flatten(1)}), "error", "q", "expected [T, H, K]"),
+    "state axes swapped": (other_width, "error", "initial_state", "expected [N, 2, 8, 16]"),
+    "a pool for a state": (edit({"initial_state": lambda x: torch.cat([x, x])}), "error", "initial_state", "6 states for 3"),
+    "wrong layout, K = V": (edit(state_layout="kv"), "error", "final_state", "recurrence as 'vk'"),
+    "half-precision state": (edit({"initial_state": lambda x: x.half()}), "warning", "initial_state", "kept in float32"),
+    "cu_seqlens falls": (edit({"cu_seqlens": at(1, 3)}), "error", "cu_seqlens", "decreases: 3 to 2"),
+    "cu_seqlens stands": (edit({"cu_seqlens": at(1, 2)}), "error", "cu_seqlens", "empty sequence: 2 to 2"),
+    "cu_seqlens starts late": (edit({"cu_seqlens": at(0, 1)}), "error", "cu_seqlens", "starts at 1"),
+    "cu_seqlens is short": (edit({"cu_seqlens": at(3, 60)}), "error", "cu_seqlens", "ends at 60, q has 72"),
+    "cu_seqlens float": (edit({"cu_seqlens": lambda x: x.float()}), "error", "cu_seqlens", "dtype torch.float32"),
+    "cu_seqlens int16": (edit({"cu_seqlens": lambda x: x.short()}), "warning", "cu_seqlens", "torch.int16"),
+    "cu_seqlens missing": (edit(drop=["cu_seqlens", "state_indices"]), "error", "cu_seqlens", "is missing"),
+    "decodes too many": (edit(num_decodes=3), "error", "metadata num_decodes", "sequence 2 has 70 tokens"),
+    "decodes beyond N": (edit(num_decodes=4), "error", "metadata num_decodes", "there are 3 sequences"),
+    "decodes too few": (edit(num_decodes=1), "note", "metadata num_decodes", "sequence 1 has one token too"),
+    "no layout": (edit(drop=["state_layout"]), "error", "metadata state_layout", "is missing"),
+    "no lower_bound": (edit(drop=["lower_bound"]), "error", "metadata lower_bound", "is missing"),
+    "no num_decodes": (edit(drop=["num_decodes"]), "warning", "metadata num_decodes", "0 is assumed"),
+    "no engine": (edit(drop=["engine", "git_commit"]), "note", "metadata", "unknown origin: engine, git_commit"),
+    "dtype recast": (edit(dtype="bfloat16"), "warning", "metadata dtype", "q is torch.float32"),
+    "lower_bound positive": (edit(lower_bound=5.0), "error", "metadata lower_bound", "is 5.0"),
+    "one id for ever": (edit({"token_ids": at(slice(60, 72), 0)}), "warning", "token_ids", "ends in 12 tokens of id 0"),
+    "a cycle of ids": (
+        edit({"token_ids": at(slice(48, 72), torch.arange(24) % 3 + 5000)}), "warning", "token_ids", "24 tokens of the cycle [5000"),
+    "negative ids": (edit({"token_ids": at(3, -1)}), "note", "token_ids", "1 ids are negative"),
+    "null slot": (edit({"state_indices": at(1, 0)}), "warning", "state_indices", "1 of 3 sequences use the null slot"),
+    "shared slot": (edit({"state_indices": at(1, 1)}), "error", "state_indices", "slot 1 serves 2 sequences"),
+    "short slots": (edit({"state_indices": lambda x: x[:2]}), "error", "state_indices", "expected [N] or [N, S]"),
+    "activated gate": (activated(1.0), "warning", "raw_g", "looks already activated"),
+    "activated gate, log2": (activated(1.4426950408889634), "warning", "raw_g", "in log2 units"),
+    "cumulative gate": (cumulative, "warning", "raw_g", "cumulative sum"),
+    "activated beta": (edit({"raw_beta": torch.sigmoid}), "warning", "raw_beta", "after the sigmoid"),
+    "half A_log": (edit({"A_log": lambda x: x.half()}), "warning", "A_log", "dtype torch.float16"),
+    "half dt_bias": (edit({"dt_bias": lambda x: x.bfloat16()}), "warning", "dt_bias", "dtype torch.bfloat16"),
+    "no raw_g": (edit(drop=["raw_g"]), "error", "raw_g", "is missing, expected [T, H, K]"),
+    "unknown tensor": (lambda c: c.tensors.update(rawg=torch.ones(1)), "note", "rawg", "not a name of the capture format"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SICK)
+def test_the_doctor_names_each_sickness(tmp_path, case):
+    """Each fault alone is found, under its severity and tensor, from the file and not only from memory."""
+    change, severity, tensor, words = SICK[case]
+    c = healthy()
+    change(c)
+    findings = Capture.load(c.save(tmp_path / "a.safetensors")).check()
+    hits = [f for f in findings.itertuples() if (f.severity, f.tensor) == (severity, tensor) and words in f.finding]
+    assert len(hits) == 1, findings.to_string()
+    assert hits[0].what_to_do
+    order = ["error", "warning", "note"]
+    assert list(findings.severity) == sorted(findings.severity, key=order.index)
+
+
+def test_the_doctor_names_sequence_and_first_index_of_a_bad_output():
+    c = healthy()
+    c.tensors["o"][5, 1, 3] = NAN
+    row = c.check().iloc[0]
+    assert row["where"] == "first at [5, 1, 3], sequence 2 of length 70"
+
+
+def test_the_doctor_on_hidden_states(tmp_path):
+    c = Capture.load(hidden_file(tmp_path / "a.safetensors", shape=(3, 10, 16)))
+    c.tensors["hidden_states"][4, 1, 2] = NAN
+    c.tensors["hidden_states"][7] = 0
+    findings = c.check().set_index("tensor")
+    assert findings.loc["metadata layer_ids"].severity == "warning"
+    assert findings.loc["metadata stream"].severity == "warning"
+    states = " / ".join(findings.loc["hidden_states"].finding)
+    assert "1 NaN" in states
+    assert "1 of 10 rows are all zero" in states
+    assert "transposed" in states
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values")
+@given(data=st.data())
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_doctor_never_raises_on_content(data):
+    """Any tensor dropped, cut, flattened, unsqueezed or recast, any metadata dropped: findings, and BadInput alone from kda_call."""
+    c = healthy(lengths=(1, 4))
+    for name in data.draw(st.lists(st.sampled_from(sorted(c.tensors)), max_size=4)):
+        x = c.tensors.get(name)
+        if x is None:
+            continue
+        kind = data.draw(st.sampled_from(["drop", "cut", "empty", "flat", "scalar", "unsqueeze", "transpose", "recast", "garbage"]))
+        if kind == "drop":
+            del c.tensors[name]
+            continue
+        dtype = data.draw(st.sampled_from([torch.int8, torch.bool, torch.float16, torch.float64, torch.int64, torch.complex64]))
+        new = {
+            "cut": lambda x: x[:-1] if x.dim() else x,
+            "empty": lambda x: x[:0] if x.dim() else x,
+            "flat": lambda x: x.flatten(),
+            "scalar": lambda x: x.flatten()[0] if x.numel() else x,
+            "unsqueeze": lambda x: x[None],
+            "transpose": lambda x: x.transpose(0, -1) if x.dim() else x,
+            "recast": lambda x, dtype=dtype: x.to(dtype),
+            "garbage": lambda x: (torch.randn(x.shape) * 1e9).to(x.dtype),
+        }[kind]
+        c.tensors[name] = new(x)
+    for key in data.draw(st.lists(st.sampled_from(sorted(c.metadata)), max_size=3)):
+        c.metadata.pop(key, None)
+    assert set(c.check().severity) <= {"error", "warning", "note"}
+    with contextlib.suppress(BadInput):
+        c.kda_call()

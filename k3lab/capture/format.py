@@ -12,7 +12,7 @@ import os
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,6 +21,9 @@ from torch import Tensor
 
 from k3lab.errors import BadInput
 from k3lab.kda.call import STATE_LAYOUTS, KdaCall
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 FORMAT_VERSION = 1
 GATE_BASES = ("natural", "log2")
@@ -188,15 +191,15 @@ class Capture:
         for name in ("has_initial_state", "spec_mask"):
             if name in x:
                 x[name] = x[name].bool()
-        if "state_indices" in x:
-            count = x["cu_seqlens"].numel() - 1
-            x["state_indices"] = starting_slots(x["state_indices"], count, x.get("num_accepted_tokens"))
-        names = [n for n in TENSORS["kda"] if n in KdaCall.__dataclass_fields__ and n in x]
-        call = KdaCall(
-            **{n: x[n] for n in names}, lower_bound=lower_bound, state_layout=meta.get("state_layout", "vk"),
-            num_decodes=meta.get("num_decodes", 0), eps=meta.get("eps", 1e-5), layer=meta.get("layer", -1), step=meta.get("step", -1),
-        )  # fmt: skip
         try:
+            if "state_indices" in x:
+                count = x["cu_seqlens"].numel() - 1
+                x["state_indices"] = starting_slots(x["state_indices"], count, x.get("num_accepted_tokens"))
+            call = KdaCall(
+                **{n: x[n] for n in TENSORS["kda"] if n in KdaCall.__dataclass_fields__ and n in x}, lower_bound=lower_bound,
+                state_layout=meta.get("state_layout", "vk"), num_decodes=meta.get("num_decodes", 0), eps=meta.get("eps", 1e-5),
+                layer=meta.get("layer", -1), step=meta.get("step", -1),
+            )  # fmt: skip
             return call.check().to(device)
         except BadInput as e:
             raise BadInput(f"{self.name}: {e}") from e
@@ -210,7 +213,7 @@ class Capture:
             out |= {n: out[n].transpose(-1, -2).contiguous() for n in ("final_state", "token_states") if n in out}
         return out
 
-    def check(self):
+    def check(self) -> "pd.DataFrame":
         """The capture doctor: k3lab.capture.check.check(self), a DataFrame of findings."""
         from k3lab.capture.check import check  # check imports this module
 
@@ -225,6 +228,8 @@ class Capture:
             x["raw_beta"] = torch.logit(x["beta"].float())
         if "raw_g" in x or "g" not in x:
             return self.metadata.get("lower_bound")
+        if x["g"].dim() not in (3, 4):
+            raise self._bad("g", f"shape {tuple(x['g'].shape)}, expected {TENSORS['kda']['g']}")
         g = x["g"].float() * (0.6931471805599453 if self.metadata.get("gate_base") == "log2" else 1.0)
         if bool((g > 0).any()):
             raise self._bad("g", f"has a log-decay of {float(g.max()):.3g}; a decay is at most 0")
@@ -260,12 +265,18 @@ def starting_slots(state_indices: Tensor, count: int, num_accepted_tokens: Tenso
 
     state_indices is [N] or, with a slot per speculative token, [N, S]: then the state after the last accepted token,
     column num_accepted_tokens - 1 (the first where there is no count). Rows after `count` are graph padding.
+    Raises BadInput for other shapes.
     """
+    if state_indices.dim() not in (1, 2) or not is_integer(state_indices) or len(state_indices) < count:
+        what = f"shape {tuple(state_indices.shape)} dtype {state_indices.dtype}"
+        raise BadInput(f"state_indices: {what}, expected [N] or [N, S] integers for N = {count} sequences")
     indices = state_indices[:count]
     if indices.dim() == 1:
         return indices
     column = torch.zeros(len(indices), dtype=torch.long, device=indices.device)
     if num_accepted_tokens is not None:
+        if num_accepted_tokens.dim() != 1 or not is_integer(num_accepted_tokens) or len(num_accepted_tokens) < count:
+            raise BadInput(f"num_accepted_tokens: shape {tuple(num_accepted_tokens.shape)}, expected [N] for N = {count} sequences")
         column = (num_accepted_tokens[:count].to(indices.device).long() - 1).clamp(0, indices.shape[1] - 1)
     return indices.gather(1, column[:, None])[:, 0]
 
@@ -298,7 +309,7 @@ def _hidden_states(path: Path, tensors: dict[str, Tensor], raw: dict[str, str], 
                 f"{path}: {name}: is missing, expected {TENSORS['hidden_states'][name]}; the file holds {', '.join(sorted(tensors))}"
             )
     states, ids = tensors["hidden_states"], tensors["token_ids"]
-    if ids.is_floating_point() or ids.dim() != 1:
+    if not is_integer(ids) or ids.dim() != 1:
         raise BadInput(f"{path}: token_ids: shape {tuple(ids.shape)} dtype {ids.dtype}, expected [T] integers")
     count = ids.numel()
     if not states.is_floating_point():
@@ -366,6 +377,10 @@ def _what_it_is(path: Path, size: int) -> str:
     if head[8:9] == b"{" and header <= 100_000_000:
         return f"is a truncated or damaged safetensors file of {size} bytes; was it copied while being written?"
     return f"is not a safetensors file ({size} bytes, beginning {head[:8].hex(' ')})"
+
+
+def is_integer(x: Tensor) -> bool:
+    return not (x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool)
 
 
 def _dtype(x: Tensor) -> str:

@@ -59,16 +59,15 @@ def padding_of(padding: Padding, stage: str) -> str:
 class Tiles:
     """The 64-row tiles of a packed batch, and what their masked rows are worth in one stage."""
 
-    def __init__(self, cu_seqlens: Tensor, heads: int) -> None:
+    def __init__(self, cu_seqlens: Tensor) -> None:
         cu = cu_seqlens.long()
-        index = chunk_index(cu).long()
-        self.sequence, self.within = index.unbind(1)
+        self.sequence, self.within = chunk_index(cu).long().unbind(1)
         start = cu[:-1][self.sequence] + self.within * CHUNK
         self.rows = start[:, None] + torch.arange(CHUNK, device=cu.device)  # [NT, 64]
         self.valid = self.rows < cu[1:][self.sequence][:, None]
         self.count = self.valid.sum(1)  # rows that exist, 1..64
         self.last = start + self.count - 1  # token of the last row
-        self.heads = heads
+        self.ragged = bool((self.count < CHUNK).any())
         self.fill: float | Tensor = 0.0
 
     def padded(self, padding: Padding, stage: str) -> "Tiles":
@@ -85,7 +84,7 @@ class Tiles:
         valid = self.valid[tiles]
         rows = torch.where(valid, self.rows[tiles], 0)
         out = x[rows].to(dtype).transpose(1, 2)
-        if bool(valid.all()):
+        if not self.ragged:
             return out
         fill = self.fill[tiles].to(dtype) if isinstance(self.fill, Tensor) else torch.full((), self.fill, dtype=dtype, device=x.device)
         return torch.where(valid[:, None, :, None], out, fill)
@@ -155,25 +154,19 @@ def inverse(tiles: Tiles, Akk: Tensor, out_dtype: torch.dtype, acc: torch.dtype)
     nb = CHUNK // SUB_CHUNK
     i = torch.arange(SUB_CHUNK, device=L.device)
     zero = torch.zeros((), dtype=acc, device=L.device)
-    blocks = []
-    for b in range(nb):
-        rows = slice(b * SUB_CHUNK, (b + 1) * SUB_CHUNK)
-        D = L[:, :, rows, rows]
-        X = -torch.where(i[:, None] > i, D, zero)
-        n = tiles.count - b * SUB_CHUNK
-        for r in range(2, SUB_CHUNK):
-            row = -torch.where(i < r, D[:, :, r], zero)
-            row = row + (row[..., None] * X).sum(-2)
-            X[:, :, r] = torch.where((n > r)[:, None, None], row, X[:, :, r])
-        blocks.append(X + torch.eye(SUB_CHUNK, dtype=acc, device=L.device))
+    D = L.unflatten(3, (nb, SUB_CHUNK)).unflatten(2, (nb, SUB_CHUNK)).diagonal(dim1=2, dim2=4).movedim(-1, 2)  # [NT, H, 4, 16, 16]
+    X = -torch.where(i[:, None] > i, D, zero)
+    exists = (tiles.count[:, None] - SUB_CHUNK * torch.arange(nb, device=L.device))[:, None, :, None]  # rows of each block
+    for r in range(2, SUB_CHUNK):
+        row = X[:, :, :, r] + (X[:, :, :, r, :, None] * X).sum(-2)
+        X[:, :, :, r] = torch.where(exists > r, row, X[:, :, :, r])
+    blocks = (X + torch.eye(SUB_CHUNK, dtype=acc, device=L.device)).unbind(2)
     out = L.new_zeros(L.shape)
     inv: dict[tuple[int, int], Tensor] = {}
     for r in range(nb):
         inv[r, r] = blocks[r]
         for c in range(r - 1, -1, -1):
-            below = sum(
-                L[:, :, r * SUB_CHUNK : (r + 1) * SUB_CHUNK, m * SUB_CHUNK : (m + 1) * SUB_CHUNK] @ inv[m, c] for m in range(c, r)
-            )
+            below = sum(L[:, :, r * SUB_CHUNK : (r + 1) * SUB_CHUNK, m * SUB_CHUNK : (m + 1) * SUB_CHUNK] @ inv[m, c] for m in range(c, r))
             inv[r, c] = -(blocks[r] @ below)
         for c in range(r + 1):
             out[:, :, r * SUB_CHUNK : (r + 1) * SUB_CHUNK, c * SUB_CHUNK : (c + 1) * SUB_CHUNK] = inv[r, c]
@@ -246,7 +239,7 @@ def chunk_kda(call: KdaCall, padding: Padding = "zero", progress: Callable[[str]
     if isinstance(padding, Tensor) and tuple(padding.shape) != (call.num_sequences, call.q.shape[1]):
         raise BadInput(f"padding: shape {tuple(padding.shape)}, expected [N, H] = {[call.num_sequences, call.q.shape[1]]}")
     acc = torch.float64 if call.q.dtype == torch.float64 else torch.float32
-    tiles = Tiles(call.cu_seqlens, call.q.shape[1])
+    tiles = Tiles(call.cu_seqlens)
     out = prepare(call, acc)
 
     def begin(stage: str) -> Tiles:

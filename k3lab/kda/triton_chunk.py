@@ -10,7 +10,7 @@
 
 The stage split follows flash-linear-attention's and vLLM's kernels; stages.py holds the same stages in torch. A program
 loads tiles of 64 token rows; PADDING says what a masked row is worth. Every load is a masked pointer load, so the kernels
-build with Triton 3.5 to 3.9, for CUDA and ROCm, and run on small shapes under TRITON_INTERPRET=1 (not in bfloat16).
+build for CUDA and ROCm (compiled with Triton 3.6.0, 3.7.1 and 3.9.0), and run on small shapes under TRITON_INTERPRET=1 (not in bfloat16).
 Products take operands of the call's dtype and accumulate in fp32; fp32 operands are multiplied as IEEE fp32.
 """
 
@@ -26,6 +26,7 @@ from k3lab.kda.call import KdaCall
 from k3lab.kda.reference import L2_EPS
 from k3lab.kda.runtime import check_launch
 from k3lab.kda.stages import RCP_LN2, STAGES, chunk_index, padding_of
+from k3lab.kda.triton_ops import chunk_span, load_rows, log_decay
 from k3lab.shapes import CHUNK, SUB_CHUNK
 
 HEAD_DIMS = (64, 128)
@@ -48,40 +49,6 @@ DEFAULTS: dict[str, dict[str, int]] = {
     "state": {"BV": 16, "num_warps": 4, "num_stages": 1},
     "output": {"BK": 64, "BV": 64, "num_warps": 4, "num_stages": 1},
 }
-
-
-@triton.jit
-def load_rows(p, m, PADDING: tl.constexpr):
-    """Load a tile by a row mask; PADDING says what a masked row is worth: no `other`, 0 or NaN."""
-    if PADDING == "undefined":
-        b = tl.load(p, mask=m)
-    elif PADDING == "zero":
-        b = tl.load(p, mask=m, other=0.0)
-    else:
-        b = tl.load(p, mask=m, other=float("nan"))
-    return b
-
-
-@triton.jit
-def chunk_span(cu_seqlens, chunk_indices, T, i_t, BT: tl.constexpr):
-    """First token row of chunk i_t in the packed batch, and how many of its BT rows are valid (none past T)."""
-    i_n = tl.load(chunk_indices + 2 * i_t)
-    row0 = tl.load(cu_seqlens + i_n) + tl.load(chunk_indices + 2 * i_t + 1) * BT
-    eos = tl.minimum(tl.load(cu_seqlens + i_n + 1), T)
-    return row0.to(tl.int64), tl.minimum(eos - row0, BT)
-
-
-@triton.jit
-def softplus(x):
-    """log(1 + exp(x)) without overflow, and by series where log(1 + y) would lose y's digits."""
-    y = tl.exp(-tl.abs(x))
-    return tl.maximum(x, 0.0) + tl.where(y < 0.0078125, y * (1.0 - y * (0.5 - y * 0.3333333333333333)), tl.log(1.0 + y))
-
-
-@triton.jit
-def log_decay(b_x, b_a, lower_bound, BOUNDED: tl.constexpr):
-    """The log-decay, natural log, of x = raw_g + dt_bias at a = exp(A_log)."""
-    return lower_bound * tl.sigmoid(b_a * b_x) if BOUNDED else -b_a * softplus(b_x)
 
 
 @triton.jit
@@ -293,14 +260,18 @@ def recompute_w_u_fwd_kernel(
 
 @triton.jit
 def state_fwd_kernel(
-    w, u, kg, g, h0, h, v_new, ht, cu_seqlens, chunk_offsets, T,
+    w, u, kg, g, h0, h, v_new, ht, cu_seqlens, T,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, PADDING: tl.constexpr,
 ):  # fmt: skip
     """BV rows of the state [V, K] of one sequence and head, chunk after chunk; kg^T v_new contracts over the token axis."""
     NV: tl.constexpr = V // BV
     i_n, i_v, i_h = tl.program_id(0) // NV, tl.program_id(0) % NV, tl.program_id(1)
     bos, eos = tl.load(cu_seqlens + i_n), tl.minimum(tl.load(cu_seqlens + i_n + 1), T)
-    chunk0 = tl.load(chunk_offsets + i_n).to(tl.int64)
+    chunk0 = tl.zeros([], tl.int32)
+    for i in range(0, i_n, 128):
+        o_n = i + tl.arange(0, 128)
+        b_len = tl.load(cu_seqlens + o_n + 1, mask=o_n < i_n, other=0) - tl.load(cu_seqlens + o_n, mask=o_n < i_n, other=0)
+        chunk0 += tl.sum((b_len + BT - 1) // BT)
     o_t, o_k, o_v = tl.arange(0, BT), tl.arange(0, K), i_v * BV + tl.arange(0, BV)
     o_vk = o_v[:, None] * K + o_k[None, :]
     o_S = (i_n.to(tl.int64) * H + i_h) * (V * K) + o_vk
@@ -311,7 +282,7 @@ def state_fwd_kernel(
         m_t = (o_t < n)[:, None]
         base = row0.to(tl.int64) * H + i_h
         b_h = b_S.to(h.dtype.element_ty)
-        tl.store(h + ((chunk0 + i_c) * H + i_h) * (V * K) + o_vk, b_h)
+        tl.store(h + ((chunk0 + i_c).to(tl.int64) * H + i_h) * (V * K) + o_vk, b_h)
         o_tk = base * K + o_t[:, None] * (H * K) + o_k[None, :]
         o_tv = base * V + o_t[:, None] * (H * V) + o_v[None, :]
         b_w = load_rows(w + o_tk, m_t, PADDING)  # [BT, K]
@@ -464,9 +435,8 @@ def state_pass(
     v_new = empty(u.shape, dtype=u.dtype, device=u.device)
     final = empty(S.shape, dtype=torch.float32, device=u.device)
     if N and H:
-        chunks = (cu.diff() + CHUNK - 1) // CHUNK
         state_fwd_kernel[lambda m: (N * (V // m["BV"]), H)](
-            w, u, kg, g, S, h, v_new, final, cu, (chunks.cumsum(0) - chunks).int(), T,
+            w, u, kg, g, S, h, v_new, final, cu, T,
             H=H, K=K, V=V, BT=CHUNK, PADDING=padding, **_config("state", config),
         )  # fmt: skip
     return h, v_new, final

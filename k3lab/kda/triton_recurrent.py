@@ -16,7 +16,8 @@ from k3lab.errors import BadInput, Unsupported
 from k3lab.kda.call import STATE_LAYOUTS, KdaCall
 from k3lab.kda.reference import L2_EPS
 from k3lab.kda.runtime import check_launch
-from k3lab.kda.triton_chunk import HEAD_DIMS, log_decay
+from k3lab.kda.triton_chunk import HEAD_DIMS
+from k3lab.kda.triton_ops import log_decay
 
 CONFIGS = [{"BV": b, "num_warps": w, "num_stages": 1} for b in (8, 16, 32, 64) for w in (1, 2, 4, 8)]
 DEFAULT = {"BV": 32, "num_warps": 4, "num_stages": 1}
@@ -170,13 +171,15 @@ def fused_recurrent_kda(
     return o
 
 
-def recurrent_kda(call: KdaCall, token_states: bool = False, config: dict[str, int] | None = None) -> dict[str, Tensor]:
+def recurrent_kda(call: KdaCall, token_states: bool | None = None, config: dict[str, int] | None = None) -> dict[str, Tensor]:
     """reference.recurrent_kda by the kernel: o [T, H, V] in the dtype of v and final_state [N, H, V, K] fp32.
 
     The call's gathered states become a pool whose slot 0 is the null slot, in the call's state layout. With token_states
-    also states [T, H, V, K] fp32, the state after each token, written as speculative rows write theirs.
+    (None: if the call has speculative rows) also states [T, H, V, K] fp32, the state after each token, written as
+    speculative rows write theirs. Raises BadInput if the call is malformed.
     """
     call.check()
+    token_states = call.spec_mask is not None if token_states is None else token_states
     T, N, vk = len(call.q), call.num_sequences, call.state_layout == "vk"
     cu = call.cu_seqlens.long()
     start = call.state_vk().float() if vk else call.state_vk().float().transpose(-1, -2)

@@ -18,6 +18,7 @@ from pydoc_data.topics import topics
 import torch
 from torch import Tensor
 
+from k3lab.errors import BadInput
 from k3lab.tiny.model import BOS
 
 DOMAINS = ("code", "prose", "arithmetic")
@@ -142,22 +143,23 @@ def standard_library(max_bytes: int | None = None, seed: int = 0) -> dict[str, d
 
     Prose is docstrings of those files, the language reference in pydoc_data/topics.py (not used as code) and LICENSE.txt where it is
     shipped. Left out: codec tables (encodings/), files below 500 bytes or above 300,000, files that are mostly not letters.
-    max_bytes bounds the code read, over files shuffled by seed.
+    max_bytes bounds the training code read, a twentieth of it the held-out code, over files shuffled by seed.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [f for f in sorted(root.rglob("*.py")) if not {"site-packages", "dist-packages"} & set(f.relative_to(root).parts)]
     random.Random(seed).shuffle(files)
     out: dict[str, dict[bool, list[bytes]]] = {d: {False: [], True: []} for d in ("code", "prose")}
-    read = 0
+    read = {False: 0, True: 0}
+    limit = {False: max_bytes, True: max_bytes and max_bytes // HELD_OUT_EVERY}
     for f in files:
         rel = f.relative_to(root).as_posix()
-        if rel.startswith("encodings/") or rel == "pydoc_data/topics.py" or (max_bytes is not None and read > max_bytes):
+        held = _held_out(rel)
+        if rel.startswith("encodings/") or rel == "pydoc_data/topics.py" or (limit[held] is not None and read[held] > limit[held]):
             continue
         raw = f.read_bytes().replace(b"\r\n", b"\n")
         if not 500 < len(raw) < 300_000 or sum(map(raw.count, b"etaoinsrl_ ")) < 0.35 * len(raw):
             continue
-        read += len(raw)
-        held = _held_out(rel)
+        read[held] += len(raw)
         out["code"][held].append(raw)
         out["prose"][held] += [d.encode("utf-8", "replace") for d in _prose_of(raw)]
     for name, text in topics.items():
@@ -209,6 +211,10 @@ def build_corpus(num_problems: int, max_code_bytes: int | None = None, seed: int
     library = standard_library(max_code_bytes, seed)
     parts = []
     for held in (False, True):
+        empty = [d for d in ("code", "prose") if not library[d][held]]
+        if empty:
+            side = "held-out" if held else "training"
+            raise BadInput(f"max_code_bytes={max_code_bytes}: no {side} {empty[0]}; read more, or use a Python with its library as files")
         packed = {d: pack(library[d][held]) for d in ("code", "prose")}
         count = max(100, num_problems // HELD_OUT_EVERY) if held else num_problems
         parts.append({**packed, "arithmetic": pack(_arithmetic_documents(count, seed + 10, held))})

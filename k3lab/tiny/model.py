@@ -15,7 +15,7 @@ import json
 import math
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -28,6 +28,7 @@ from k3lab.errors import BadInput
 from k3lab.kda.call import KdaCall
 from k3lab.kda.reference import chunk_kda_core, l2norm, log_decay, output_norm_gate
 from k3lab.shapes import TINY, Shapes
+from k3lab.tiny.batch import Batch, Cache, KdaStep, rows_of
 
 BOS, MASK, VOCAB = 256, 257, 258  # bytes are their own ids; MASK is the drafters' block token
 TRAIN_CHUNK = 32  # exponents reach lower_bound * 16 = -80 around the chunk's middle row: inside fp32
@@ -185,124 +186,6 @@ class Layer(nn.Module):
         self.mlp = Mlp(s.hidden, c.mlp_width)
 
 
-@dataclass
-class Cache:
-    """State by slot; slot 0 is the null slot, never written.
-
-    conv [layers][slots, 3HK, width - 1], the last rows before the convolution, oldest first; recurrent [layers][slots, H, V, K];
-    keys, values [layers][slots, max_len, heads, dim]; a list holds None where the layer is of the other kind.
-    """
-
-    conv: list[Tensor | None]
-    recurrent: list[Tensor | None]
-    keys: list[Tensor | None]
-    values: list[Tensor | None]
-
-    @property
-    def max_len(self) -> int:
-        return next(k.shape[1] for k in self.keys if k is not None)
-
-    def clone(self) -> "Cache":
-        return Cache(*([None if x is None else x.clone() for x in part] for part in (self.conv, self.recurrent, self.keys, self.values)))
-
-
-@dataclass
-class Batch:
-    """A packed ragged step: decodes first, then prefills; or, with spec_mask, speculative and plain rows in any order.
-
-    tokens [T]; lengths [N], rows of each sequence; slots [N], state slots, <= 0 for a padding sequence, whose outputs are zeros;
-    context [N], tokens of each sequence already in its state; num_decodes, leading sequences of one token that have a context.
-    """
-
-    tokens: Tensor
-    lengths: list[int]
-    slots: list[int]
-    context: list[int]
-    num_decodes: int = 0
-    spec_mask: Tensor | None = None
-    num_accepted_tokens: Tensor | None = None
-    step: int = -1
-
-    def check(self, cache: Cache) -> "Batch":
-        n = len(self.lengths)
-        slots = next(x.shape[0] for x in cache.recurrent if x is not None)
-        live = [s for s in self.slots if s > 0]
-        if not n == len(self.slots) == len(self.context) or sum(self.lengths) != self.tokens.numel() or min(self.lengths, default=0) < 1:
-            raise BadInput(
-                f"batch: {n} lengths over {sum(self.lengths)} rows, {len(self.slots)} slots, {self.tokens.numel()} tokens do not fit"
-            )
-        if len(set(live)) != len(live) or max(live, default=0) >= slots:
-            raise BadInput(f"batch: slots {live} repeat or leave the pool of {slots}; give each live sequence its own slot")
-        longest = max(c + n for c, n in zip(self.context, self.lengths, strict=True))
-        if longest > cache.max_len:
-            raise BadInput(f"batch: a sequence reaches {longest} tokens, the KV cache holds {cache.max_len}; make a larger cache")
-        if any(n != 1 or c < 1 for n, c in list(zip(self.lengths, self.context, strict=True))[: self.num_decodes]):
-            raise BadInput(f"batch: the first {self.num_decodes} sequences must be decodes, one token each, with a context")
-        return self
-
-
-@dataclass
-class Launch:
-    """One KDA layer of one step as a hook sees it: the call, its result, and the state slots around it."""
-
-    call: KdaCall
-    result: object
-    conv_state: Tensor  # [N, 3HK, width - 1]
-    conv_state_after: Tensor
-    state_indices: Tensor  # [N]
-    token_ids: Tensor  # [T]
-    route: str
-
-
-@dataclass
-class _Rows:
-    """Index tensors of one step, shared by its layers."""
-
-    cu: Tensor  # [N + 1]
-    live: Tensor  # [N] bool
-    slots: Tensor  # [N], null slots as 0
-    has_state: Tensor  # [N] bool
-    conv_rows: Tensor  # [T, width] into the rows of (states, new rows)
-    conv_keep: Tensor  # [N, width - 1]
-    row_slot: Tensor  # [T] slot of each row
-    row_pos: Tensor  # [T] position of each row in its sequence
-    blocks: list = field(default_factory=list)  # (rows, where, q_pos [n, longest], slots [n], dead [n, used]) of sequences padded together
-
-
-def _rows(batch: Batch, width: int, device: torch.device) -> _Rows:
-    lengths = torch.tensor(batch.lengths)
-    n = len(lengths)
-    cu = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
-    seq = torch.repeat_interleave(torch.arange(n), lengths)
-    within = torch.arange(int(cu[-1])) - cu[seq]
-    keep = width - 1
-
-    def source(sequence: Tensor, offset: Tensor) -> Tensor:
-        # a row before the sequence's first comes from its conv state, stored ahead of the new rows
-        return torch.where(offset < 0, sequence * keep + keep + offset, n * keep + cu[sequence] + offset)
-
-    conv_rows = source(seq[:, None], within[:, None] + torch.arange(-keep, 1))
-    conv_keep = source(torch.arange(n)[:, None], lengths[:, None] + torch.arange(-keep, 0))
-    slots = torch.tensor([max(s, 0) for s in batch.slots])
-    context = torch.tensor(batch.context)
-    row_pos = context[seq] + within
-    blocks = []
-    for group in (range(batch.num_decodes), range(batch.num_decodes, n)):
-        ids = torch.tensor(list(group), dtype=torch.long)
-        if not len(ids):
-            continue
-        longest = int(lengths[ids].max())
-        grid = torch.arange(longest)
-        where = grid < lengths[ids][:, None]  # [n, longest]
-        rows = (cu[ids][:, None] + grid)[where]
-        q_pos = (context[ids][:, None] + grid).clamp(max=int((context + lengths).max()) - 1)
-        ends = (context + lengths)[ids]
-        dead = torch.arange(int(ends.max())) >= ends[:, None]  # [n, used]
-        blocks.append(tuple(x.to(device) for x in (rows, where, q_pos, slots[ids], dead)))
-    move = [x.to(device) for x in (cu, slots > 0, slots, context > 0, conv_rows, conv_keep, slots[seq], row_pos)]
-    return _Rows(*move, blocks=blocks)
-
-
 class TinyK3(nn.Module):
     """The model. `forward` for training and as the teacher-forced reference, `step` for serving."""
 
@@ -367,8 +250,11 @@ class TinyK3(nn.Module):
 
         return self.head(self._trunk(tokens, attend, collect)).to(self.embed.weight.dtype)
 
-    def new_cache(self, slots: int, max_len: int) -> Cache:
-        """Zeroed state for `slots` slots (the null slot 0 included) of at most max_len tokens."""
+    def new_cache(self, slots: int, max_len: int, state_dtype: torch.dtype | None = None) -> Cache:
+        """Zeroed state for `slots` slots (the null slot 0 included) of at most max_len tokens.
+
+        state_dtype of the recurrent pool: default the model's; torch.bfloat16 halves it, as engines offer.
+        """
         s = self.config.shapes
         d = s.num_heads * s.head_dim
         w = self.embed.weight
@@ -376,7 +262,7 @@ class TinyK3(nn.Module):
         for m in self.layers:
             kda = isinstance(m.attn, Kda)
             cache.conv.append(w.new_zeros(slots, 3 * d, s.conv_width - 1) if kda else None)
-            cache.recurrent.append(w.new_zeros(slots, s.num_heads, s.head_dim, s.head_dim) if kda else None)
+            cache.recurrent.append(w.new_zeros(slots, s.num_heads, s.head_dim, s.head_dim, dtype=state_dtype) if kda else None)
             shape = (slots, max_len, self.config.attention_heads, s.hidden // self.config.attention_heads)
             cache.keys.append(None if kda else w.new_zeros(shape))
             cache.values.append(None if kda else w.new_zeros(shape))
@@ -391,23 +277,26 @@ class TinyK3(nn.Module):
         impl: str = "torch",
         padding: str | Callable[[int], Tensor] = "zero",
         all_rows: bool = False,
-        hook: Callable[[Launch], None] | None = None,
+        kda_dtype: torch.dtype | None = None,
+        hook: Callable[[KdaStep], None] | None = None,
         collect: dict | None = None,
     ) -> Tensor:
         """One serving step: logits [N, VOCAB] of each sequence's last row (all_rows: [T, VOCAB]); cache is updated in place.
 
         route, impl and padding go to kda_layer_step; padding may also be a function of the layer that returns a bool [N, H] (True:
-        the undefined rows of that sequence and head are NaN in this launch). hook sees every KDA launch. Raises BadInput for a batch
+        the undefined rows of that sequence and head are NaN in this launch). kda_dtype: what the token tensors of the KDA calls are
+        rounded to, as in an engine that computes in bf16; default none. hook sees every KDA layer. Raises BadInput for a batch
         that does not fit the cache.
         """
         from k3lab.kda.layer import kda_layer_step  # training needs torch alone
 
         batch.check(cache)
         s = self.config.shapes
-        r = _rows(batch, s.conv_width, self.device)
+        r = rows_of(batch, s.conv_width, self.device)
         tokens = batch.tokens.to(self.device)
         null_rows = r.row_slot == 0
         all_live = min(batch.slots) > 0
+        spec_mask = None if batch.spec_mask is None else batch.spec_mask.to(self.device)
 
         def kda(i: int, attn: Kda, n: Tensor) -> Tensor:
             p = attn.project(n)
@@ -422,15 +311,17 @@ class TinyK3(nn.Module):
                 q=q, k=k, v=v, raw_g=p["raw_g"], raw_beta=p["raw_beta"], A_log=attn.A_log.detach(), dt_bias=attn.dt_bias.detach(),
                 cu_seqlens=r.cu, initial_state=cache.recurrent[i][r.slots], has_initial_state=r.has_state & r.live,
                 output_gate=p["output_gate"], norm_weight=attn.norm.detach(), lower_bound=attn.lower_bound, num_decodes=batch.num_decodes,
-                spec_mask=batch.spec_mask, num_accepted_tokens=batch.num_accepted_tokens, eps=attn.eps, layer=i, step=batch.step,
+                spec_mask=spec_mask, num_accepted_tokens=batch.num_accepted_tokens, eps=attn.eps, layer=i, step=batch.step,
                 state_indices=None if all_live else r.slots,
             )  # fmt: skip
+            if kda_dtype is not None:
+                call = call.to(dtype=kda_dtype)
             out = kda_layer_step(call, route=route, impl=impl, padding=padding(i) if callable(padding) else padding)
             live = r.slots[r.live]
             cache.recurrent[i][live] = out.final_state[r.live].to(cache.recurrent[i].dtype)
             cache.conv[i][live] = after[r.live]
             if hook is not None:
-                hook(Launch(call, out, conv_state, after, torch.tensor(batch.slots), batch.tokens.cpu(), route))
+                hook(KdaStep(call, out, conv_state, after, torch.tensor(batch.slots), batch.tokens.cpu(), route))
             y = out.y.to(n.dtype).masked_fill(null_rows[:, None, None], 0.0)
             return attn.out(y.flatten(-2))
 

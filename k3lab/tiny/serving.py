@@ -18,8 +18,9 @@ from tqdm import tqdm
 
 from k3lab.errors import BadInput
 from k3lab.shapes import CHUNK
+from k3lab.tiny.batch import Batch, KdaStep
 from k3lab.tiny.data import STOP
-from k3lab.tiny.model import Batch, Launch, TinyK3, greedy
+from k3lab.tiny.model import TinyK3, greedy
 
 
 @dataclass
@@ -71,7 +72,9 @@ def serve(
     padding: str = "zero",
     p: float | None = None,
     seed: int = 0,
-    hook: Callable[[Launch], None] | None = None,
+    kda_dtype: torch.dtype | None = None,
+    state_dtype: torch.dtype | None = None,
+    hook: Callable[[KdaStep], None] | None = None,
     max_steps: int | None = None,
     progress: bool = False,
 ) -> tuple[list[Output], pd.DataFrame]:
@@ -83,7 +86,8 @@ def serve(
     route, impl  of the KDA layers in mixed steps and steps of prefills (k3lab.kda.layer)
     padding      what undefined rows are worth; with p instead, those of a workgroup (sequence, head, layer, launch) are NaN with
                  probability p, drawn from seed, and zero otherwise (impl "torch")
-    hook         called with every KDA launch; max_steps stops early, leaving the rest unfinished (reason "")
+    kda_dtype, state_dtype   rounding of the KDA token tensors and of the recurrent state pool (TinyK3.step, new_cache)
+    hook         called with every KDA layer of every step; max_steps stops early, leaving the rest unfinished (reason "")
 
     Frame columns: step, decodes, prefills, tokens, mixed, exposed_decodes and exposed_prefills (workgroups with undefined rows in the
     chunk kernel), poisoned (of those, NaN ones), running, waiting. Raises BadInput for arguments that cannot be served.
@@ -98,7 +102,7 @@ def serve(
     if p is not None and padding != "zero":
         raise BadInput(f"padding {padding!r} and p={p}: with p, undefined rows are NaN or zero by the draw; leave padding at its default")
     heads, layers = model.config.shapes.num_heads, model.kda_layers
-    cache = model.new_cache(max_seqs + 1, max(len(x) for x in prompts) + max_new)
+    cache = model.new_cache(max_seqs + 1, max(len(x) for x in prompts) + max_new, state_dtype)
     gen = torch.Generator().manual_seed(seed)
     outputs = [Output() for _ in prompts]
     waiting = deque(_Request(i, x.cpu()) for i, x in enumerate(prompts))
@@ -142,7 +146,7 @@ def serve(
             step=step,
         )
         fill = padding if p is None else on_device.__getitem__
-        ids = greedy(model.step(batch, cache, used, impl, fill, hook=hook)).tolist()
+        ids = greedy(model.step(batch, cache, used, impl, fill, kda_dtype=kda_dtype, hook=hook)).tolist()
         poisoned = bad.sum((0, 2)).tolist()
         log.append(
             {

@@ -1,0 +1,228 @@
+"""python -m k3lab doctor | check | nan: exit status 0 clean, 1 a finding, 2 bad input.
+
+The parser imports nothing heavy, so that --help answers at once; each command imports what it needs.
+"""
+
+import argparse
+import glob
+import json
+import math
+import signal
+import sys
+from pathlib import Path
+
+from k3lab.errors import BadInput, K3labError
+
+STATUS = "exit status: 0 clean, 1 a finding, 2 bad input"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m k3lab", description="Investigate Kimi-K3 serving faults.", epilog=STATUS)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="doctor | check | nan")
+
+    def command(name: str, run, summary: str, details: str, example: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(
+            name, help=summary, description=f"{summary[0].upper()}{summary[1:]}. {details}",
+            epilog=f"{STATUS}\n\nexample:\n  python -m k3lab {example}", formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        sub.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+        sub.set_defaults(run=run, parser=sub)
+        return sub
+
+    command(
+        "doctor", _doctor, "look at this installation, and say how to mend it",
+        "A finding is something needed that is missing;\nwhat only a part needs is listed as optional.", "doctor",
+    )  # fmt: skip
+    check = command(
+        "check", _check, "look for what is wrong with captures before anything runs on them",
+        "Errors and warnings are\nfindings (exit status 1), notes are not. Every file is looked at, also after one that cannot be read.",
+        "check data/captures",
+    )  # fmt: skip
+    check.add_argument("captures", nargs="+", metavar="CAPTURE", help=".safetensors files, folders of them, or patterns such as 'run1/*'")
+    nan = command(
+        "nan", _nan, "tell what a KDA capture OBSERVED from what padding would EXPOSE",
+        "Observed: recorded\noutputs that are not finite, or away from the float64 recurrence of the recorded inputs (exit status 1).\n"
+        "Exposed: sequences that only NaN in masked rows of the kernels' tiles would reach; no finding by itself.\n"
+        "With --route the layer step is run again instead, and exit status 1 says that the replay is not finite.",
+        "nan data/captures/mixed_split_layer1.safetensors --route chunk_all --padding nan",
+    )  # fmt: skip
+    nan.add_argument("capture", metavar="CAPTURE", help="one .safetensors file of kind kda")
+    nan.add_argument("--route", choices=["chunk_all", "split", "gather_split"], help="replay the step by this route")
+    nan.add_argument("--padding", choices=["undefined", "zero", "nan"], help="worth of masked rows (default: undefined; reference: zero)")
+    nan.add_argument("--impl", choices=["torch", "triton", "reference"], help="what replays it (default: torch)")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; return its exit status. K3labError becomes one line on stderr and status 2."""
+    args = build_parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except K3labError as e:
+        return _complain(e)
+    except ModuleNotFoundError as e:
+        return _complain(f"{e.name} is not installed; python -m k3lab doctor says how to install what is missing")
+
+
+def _complain(message: object) -> int:
+    print("k3lab:", " ".join(str(message).split()), file=sys.stderr)
+    return 2
+
+
+def _print_json(value: object) -> None:
+    def plain(x):
+        if isinstance(x, dict):
+            return {k: plain(v) for k, v in x.items()}
+        if isinstance(x, list | tuple):
+            return [plain(v) for v in x]
+        return None if isinstance(x, float) and not math.isfinite(x) else x  # JSON has no NaN
+
+    print(json.dumps(plain(value), indent=2, allow_nan=False))
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from k3lab import doctor
+
+    items = doctor.examine()
+    missing = [i for i in items if i.status == "missing"]
+    if args.json:
+        _print_json({"ok": not missing, "items": [i._asdict() for i in items]})
+        return int(bool(missing))
+    width = max(len(i.item) for i in items)
+    for i in items:
+        print(f"{i.status:8}  {i.item:{width}}  {i.value}")
+        if i.fix:
+            print(f"{'':8}  {'':{width}}  fix: {i.fix}")
+    print(f"{len(missing)} needed and missing" if missing else "nothing that is needed is missing")
+    return int(bool(missing))
+
+
+def _files(arguments: list[str]) -> list[Path]:
+    """The captures that files, folders and patterns stand for. A name without a match is kept: loading says what is wrong."""
+    files: list[Path] = []
+    for argument in arguments:
+        path = Path(argument)
+        if path.is_dir():
+            inside = sorted(path.rglob("*.safetensors"))
+            if not inside:
+                raise BadInput(f"{path}: the folder holds no .safetensors file")
+            files += inside
+        elif path.exists():
+            files.append(path)
+        else:
+            files += [Path(p) for p in sorted(glob.glob(argument, recursive=True)) if Path(p).is_file()] or [path]
+    return list(dict.fromkeys(files))
+
+
+def _check(args: argparse.Namespace) -> int:
+    from k3lab.capture import Capture
+
+    status, report = 0, []
+    for path in _files(args.captures):
+        try:
+            capture = Capture.load(path)
+            findings = capture.check().to_dict("records")
+        except K3labError as e:
+            status = _complain(e)
+            report.append({"path": str(path), "kind": None, "findings": [], "unreadable": str(e)})
+            continue
+        report.append({"path": str(path), "kind": capture.kind, "findings": findings, "unreadable": None})
+        if any(f["severity"] != "note" for f in findings):
+            status = max(status, 1)
+        if not args.json:
+            print(f"{path}: {capture.kind}, {_count(findings)}")
+            for f in findings:
+                print(f"  {f['severity']}: {f['tensor']}{' ' * bool(f['where'])}{f['where']}: {f['finding']}")
+                print(f"    {f['what_to_do']}")
+    if args.json:
+        _print_json({"clean": status == 0, "captures": report})
+    return status
+
+
+def _count(findings: list[dict]) -> str:
+    counts = [(n, s) for s in ("error", "warning", "note") if (n := sum(f["severity"] == s for f in findings))]
+    return ", ".join(f"{n} {s}{'s' * (n > 1)}" for n, s in counts) or "nothing found"
+
+
+def _nan(args: argparse.Namespace) -> int:
+    if args.route is None and (args.padding or args.impl):
+        args.parser.error("--padding and --impl say how to replay: add --route")
+    from k3lab.kda.runtime import interpret_without_gpu
+
+    interpreted = interpret_without_gpu()
+    from k3lab import nonfinite
+    from k3lab.capture import Capture
+
+    capture = Capture.load(args.capture)
+    if args.route:
+        impl = args.impl or "torch"
+        padding = args.padding or ("zero" if impl == "reference" else "undefined")
+        result = nonfinite.replay(capture, args.route, padding, impl)
+        lines = [f"{args.capture}, route {args.route}, padding {padding}, impl {impl}", f"REPLAYED  {result['text']}"]
+        if impl == "triton" and padding == "undefined" and interpreted:
+            lines.append("          under the interpreter a masked load reads 0: undefined looks like zero here")
+        lines += _error_text(result)
+    else:
+        result = nonfinite.investigate(capture)
+        lines = [args.capture, *_observed_text(result["observed"]), *_exposed_text(result["exposed"])]
+    finding = result.pop("finding")
+    if args.json:
+        _print_json(result)
+    else:
+        print("\n".join(lines))
+    return int(finding)
+
+
+def _observed_text(seen: dict) -> list[str]:
+    if not seen["recorded"]:
+        return ["OBSERVED  nothing: the capture holds no outputs"]
+    names = ", ".join(seen["recorded"])
+    if seen["finite"]:
+        lines = [f"OBSERVED  {names} finite"]
+    else:
+        lines = [f"OBSERVED  {names} not finite in sequences {_ranges(seen['nonfinite_sequences'])}", _place(seen["first"])]
+    lines += _error_text(seen)
+    if seen["away_sequences"]:
+        lines.append(f"          further away than the error budget: sequences {_ranges(seen['away_sequences'])}")
+        lines += [f"          {b}" for b in seen["budget"]]
+    return lines
+
+
+def _exposed_text(exposed: dict) -> list[str]:
+    lines = []
+    for route, reach in exposed.items():
+        where = f"sequences {_ranges(reach['sequences'])}" if reach["sequences"] else "no sequence"
+        lines.append(f"EXPOSED   {route}: NaN in masked rows would reach {where}")
+        if reach["first"]:
+            lines.append(_place(reach["first"]))
+    return lines
+
+
+def _error_text(result: dict) -> list[str]:
+    error = result["relative_error"]
+    text = "no finite row" if error is None else f"relative error of finite rows {error:.2g} against the float64 recurrence"
+    return [f"          {text}"]
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Ascending numbers in words: 0-127, 130."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _place(first: dict) -> str:
+    return (
+        f"          first {first['value']}: stage {first['stage']}, tensor {first['tensor']}, sequence {first['sequence']} "
+        f"(length {first['length']}), row {first['row']}, head {first['head']}, channel {first['channel']}"
+    )
+
+
+if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the command quietly
+    sys.exit(main())
