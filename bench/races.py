@@ -25,7 +25,7 @@ import pandas as pd
 from k3lab.figures import markdown_table
 from k3lab.races.compiled import compile_builds
 from k3lab.races.controls import REPORTED, mutation_sweep
-from k3lab.races.kernel import load_kernel
+from k3lab.races.kernel import load_kernel, standard_input
 from k3lab.races.lds import analyse
 from k3lab.races.matrix import INPUTS, matrix_builds, rows_of
 
@@ -73,8 +73,8 @@ def main() -> None:
         kernel = kernels[id(c.build)]
         for given in INPUTS:
             start = time.perf_counter()
-            analyse(kernel, [given] if given == "full" else ["full", given])
-            seconds.append((time.perf_counter() - start) / (1 if given == "full" else 2))
+            analyse(kernel, [standard_input(kernel, given)])
+            seconds.append(time.perf_counter() - start)
     memory = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) / 2**20
     numbers = {
         "compile 18 builds, s": compiling,

@@ -41,8 +41,8 @@ FIELD_SIGNATURE: dict = {
     **dict.fromkeys(("beta", "g", "gk", "h0", "ht", "Akk", "A_log", "dt_bias"), "*fp32"),
     **dict.fromkeys(("cu_seqlens", "chunk_indices", "chunk_offsets"), "*i32"),
     **dict.fromkeys(("scale", "lower_bound"), "fp32"),
-    "qg": None, "BOUNDED": True, "T": "i32", "H": KIMI_K3_TP8.num_heads, "HV": KIMI_K3_TP8.num_heads, "K": _D, "V": _D, "BT": CHUNK, "BK": 64, "BV": 64, "BC": SUB_CHUNK,
-    "PADDING": "undefined",
+    "qg": None, "BOUNDED": True, "T": "i32", "H": KIMI_K3_TP8.num_heads, "HV": KIMI_K3_TP8.num_heads, "K": _D, "V": _D,
+    "BT": CHUNK, "BK": 64, "BV": 64, "BC": SUB_CHUNK, "PADDING": "undefined",
 }  # fmt: skip
 
 

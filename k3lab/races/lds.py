@@ -4,6 +4,7 @@ The order of accesses is defined in order.py. The trace does not depend on data,
 of the waves; it holds for the inputs given and no others.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from k3lab.errors import K3labError
@@ -187,7 +188,7 @@ def _uninitialised_findings(acc: Accesses, o: Order, sources: dict[int, Access])
         waves = {acc.all[x].wave for x, _ in members}
         tile = source.tile if source else "?"
         fills = (
-            f"On a full chunk they come from {source.instruction}, whose masked lanes write nothing here."
+            f"Where every row is present they come from {source.instruction}, whose masked lanes write nothing here."
             if source
             else "No access in this kernel writes them at any input analysed."
         )
@@ -250,7 +251,7 @@ def missing_copies(kernel: Kernel) -> list[Finding]:
         first = dmas[0][0] if dmas else None
         message = (
             f"missing copy: TTGIR has {len(sizes)} copies into LDS at {source} ({sum(sizes)} bytes), the assembly has LDS-DMA for "
-            f"{sum(sizes) - short} bytes: {copies:g} of them was deleted after Triton had counted it in its waits."
+            f"{sum(sizes) - short} bytes. {copies:g} of them is gone, and a wait that counts it lets that much more stay in flight."
         )
         out.append(Finding("missing copy", message, first, bytes=short, pairs=round(copies)))
     return out
@@ -300,7 +301,8 @@ def analyse(kernel: Kernel, inputs: list[Input | str]) -> list[Report]:
     for _, acc in traces:
         sources = _sources(acc) | sources
     if "full" not in inputs and any(isinstance(i, str) for i in inputs) and traces:
-        sources = _sources(run(kernel, standard_input(kernel, "full"))) | sources
+        with suppress(K3labError):  # it only tells which tile should have filled an uninitialised read
+            sources = _sources(run(kernel, standard_input(kernel, "full"))) | sources
     missing = missing_copies(kernel) if kernel.ttgir else []
     for n, acc in traces:
         found = findings(acc, order(acc), sources) + missing
