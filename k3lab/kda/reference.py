@@ -8,6 +8,8 @@
 with q and k L2-normalised (eps 1e-6 inside the root) and q scaled by K^-1/2. States are returned as [N, H, V, K].
 """
 
+from itertools import accumulate
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -100,7 +102,8 @@ def chunk_kda_core(
     def stored(x: Tensor) -> Tensor:
         return x if store is None else x.to(store).to(x.dtype)
 
-    G = g.cumsum(-2)
+    # torch.cumsum adds in float64 on a CPU; the low-precision reference adds row by row in its own precision
+    G = g.cumsum(-2) if store is None else torch.stack(list(accumulate(g.unbind(-2))), -2)
     wide = G if store is None else G.double()
     mid = wide[..., chunk // 2 - 1 : chunk // 2, :]
     up, down = (wide - mid).exp(), (mid - wide).exp()

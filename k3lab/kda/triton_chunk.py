@@ -289,8 +289,10 @@ def state_fwd_kernel(
         b_v = load_rows(u + o_tv, m_t, PADDING) - tl.dot(b_w, tl.trans(b_h), input_precision="ieee")
         b_v = b_v.to(v_new.dtype.element_ty)  # [BT, BV]
         tl.store(v_new + o_tv, b_v, mask=m_t)
-        b_S *= tl.exp2(tl.load(g + base * K + (n - 1) * (H * K) + o_k))[None, :]
-        b_S += tl.dot(tl.trans(b_v), load_rows(kg + o_tk, m_t, PADDING), input_precision="ieee")
+        b_decay = tl.exp2(tl.load(g + base * K + (n - 1) * (H * K) + o_k))[None, :]
+        b_dS = tl.dot(tl.trans(b_v), load_rows(kg + o_tk, m_t, PADDING), input_precision="ieee")
+        # one rounding at the size of S; `b_S += dot` would be fused into the product, with a rounding per token
+        b_S = tl.fma(b_S, tl.broadcast_to(b_decay, [BV, K]), b_dS)
     tl.store(ht + o_S, b_S)
 
 
