@@ -1,4 +1,4 @@
-"""python -m k3lab doctor | check | nan: exit status 0 clean, 1 a finding, 2 bad input.
+"""python -m k3lab doctor | check | nan | races | lds | lint | toolchain: exit status 0 clean, 1 a finding, 2 bad input.
 
 The parser imports nothing heavy, so that --help answers at once; each command imports what it needs.
 """
@@ -12,13 +12,14 @@ import sys
 from pathlib import Path
 
 from k3lab.errors import BadInput, K3labError
+from k3lab.races.cli import add_parsers
 
 STATUS = "exit status: 0 clean, 1 a finding, 2 bad input"
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m k3lab", description="Investigate Kimi-K3 serving faults.", epilog=STATUS)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="doctor | check | nan")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, run, summary: str, details: str, example: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(
@@ -50,6 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     nan.add_argument("--route", choices=["chunk_all", "split", "gather_split"], help="replay the step by this route")
     nan.add_argument("--padding", choices=["undefined", "zero", "nan"], help="worth of masked rows (default: undefined; reference: zero)")
     nan.add_argument("--impl", choices=["torch", "triton", "reference"], help="what replays it (default: torch)")
+    add_parsers(commands)
     return parser
 
 
