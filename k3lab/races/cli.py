@@ -1,4 +1,4 @@
-"""python -m k3lab races | lds | toolchain: exit status 0 clean, 1 a finding, 2 bad input or nothing but errors.
+"""python -m k3lab races | lds | lint | toolchain: exit status 0 clean, 1 a finding, 2 bad input or nothing but errors.
 
 Nothing heavy is imported before a command runs.
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 from k3lab.errors import BadInput, K3labError
 
 STATUS = "exit status: 0 every row ordered, 1 a race or an uninitialised read, 2 bad input, or a row that could not be analysed"
+LINT_STATUS = "exit status: 0 no racy winner, 1 a racy winner, conditional or not, 2 bad input, or records that could not be read"
 SWITCH = {"on": (True,), "off": (False,), "both": (True, False), "default": (None,)}
 INPUTS_HELP = "full, length1, lengthN, middle, tail, or JSON files, with commas (default: full,length1,middle,tail)"
 
@@ -20,10 +21,10 @@ INPUTS_HELP = "full, length1, lengthN, middle, tail, or JSON files, with commas 
 def add_parsers(commands: argparse._SubParsersAction) -> None:
     """Add the subcommands to `python -m k3lab`; each sets `run`, a function of the parsed arguments that returns the exit status."""
 
-    def command(name: str, run, summary: str, details: str, example: str) -> argparse.ArgumentParser:
+    def command(name: str, run, summary: str, details: str, example: str, status: str = STATUS) -> argparse.ArgumentParser:
         sub = commands.add_parser(
             name, help=summary, description=f"{summary[0].upper()}{summary[1:]}. {details}",
-            epilog=f"{STATUS}\n\nexample:\n  python -m k3lab {example}", formatter_class=argparse.RawDescriptionHelpFormatter,
+            epilog=f"{status}\n\nexample:\n  python -m k3lab {example}", formatter_class=argparse.RawDescriptionHelpFormatter,
         )  # fmt: skip
         sub.add_argument("--json", action="store_true", help="print one JSON object instead of text")
         sub.set_defaults(run=run, parser=sub)
@@ -56,6 +57,16 @@ def add_parsers(commands: argparse._SubParsersAction) -> None:
     lds.add_argument("paths", nargs="+", metavar="FILE_OR_FOLDER")
     lds.add_argument("--args", default="", help="argument names in order, with commas, where there is no .ttgir")
     lds.add_argument("--inputs", default="", help=INPUTS_HELP)
+    lint = command(
+        "lint", lint_main, "name the winners of autotuning that are known to race",
+        "Takes what TRITON_PRINT_AUTOTUNING=1\nprinted, *.autotune.json, FLA's config cache, and folders of them. The records name neither "
+        "target nor\nTriton version: without --target and --triton a finding is conditional, and is one all the same.",
+        "lint ~/.triton/cache server.log --target hip:gfx950 --triton 3.6.0", LINT_STATUS,
+    )  # fmt: skip
+    lint.add_argument("paths", nargs="+", metavar="FILE_OR_FOLDER")
+    lint.add_argument("--target", help="what the kernels were compiled for: hip:gfx950, cuda:90")
+    lint.add_argument("--triton", metavar="VERSION", help="the Triton version that tuned them")
+    lint.add_argument("--rules", metavar="FILE", help="more rules, in the form of k3lab/races/rules.toml")
     toolchain = command(
         "toolchain", toolchain_main, "install a Triton version beside the installed one, or list them",
         "They live in the\nuser's cache folder, or in K3LAB_TOOLCHAINS.", "toolchain add 3.8.0",
@@ -119,6 +130,38 @@ def lds_main(args: argparse.Namespace) -> int:
                  "findings": [f.row() for f in r.findings]}
             )  # fmt: skip
     return _report(rows, args.json, ("file",))
+
+
+def lint_main(args: argparse.Namespace) -> int:
+    """Read records, match them with the rules; winners alone decide the exit status."""
+    from k3lab.races.autotune import read_paths
+    from k3lab.races.lint import lint_reading
+
+    reading = read_paths(args.paths)
+    findings, unread = lint_reading(reading, args.target, args.triton, args.rules)
+    winners = findings[findings["role"] == "winner"]
+    roles = [r.role for r in reading.records]
+    counts = {"winners": roles.count("winner"), "candidates": roles.count("candidate"), **reading.counts}
+    if args.json:
+        tables = {"findings": findings.to_dict("records"), "not_understood": unread.to_dict("records")}
+        print(json.dumps({**tables, "counts": counts}, indent=2))
+    else:
+        for (kernel, config, _), rows in winners.groupby(["kernel", "config", "rule"], sort=False):
+            first, more = rows.iloc[0], f" and {len(rows) - 1} more" if len(rows) > 1 else ""
+            print(f"{first['file']}:{first['line']}{more}: {kernel} won with {config}")
+            print(f"    {'conditional' if first['conditional'] else 'matches'}: {first['rule']}")
+            for label, text in (("if", first["holds_if"]), ("evidence", first["evidence"]), ("source", first["citation"]),
+                                ("fix", first["fix"]), ("note", first["note"])):  # fmt: skip
+                if text:
+                    print(f"    {label + ':':9} {text}")
+        tried = findings[findings["role"] == "candidate"].drop_duplicates(["kernel", "config", "rule"])
+        for r in tried.itertuples():
+            print(f"{r.file}:{r.line}: {r.kernel} was timed with {r.config} and may pick it another time: {r.rule}")
+        for r in unread.itertuples():
+            print(f"{r.file}:{r.line}: not understood: {r.reason}")
+        racy = len(winners.drop_duplicates(["file", "line", "kernel", "key", "config"]))
+        print(f"winners known to race: {racy}; read: " + ", ".join(f"{what} {n}" for what, n in counts.items()))
+    return 1 if len(winners) else 2 if len(unread) else 0
 
 
 def toolchain_main(args: argparse.Namespace) -> int:
