@@ -176,24 +176,28 @@ def _nan(args: argparse.Namespace) -> int:
 
 
 def _observed_text(seen: dict) -> list[str]:
+    from k3lab.nonfinite import ranges
+
     if not seen["recorded"]:
         return ["OBSERVED  nothing: the capture holds no outputs"]
     names = ", ".join(seen["recorded"])
     if seen["finite"]:
         lines = [f"OBSERVED  {names} finite"]
     else:
-        lines = [f"OBSERVED  {names} not finite in sequences {_ranges(seen['nonfinite_sequences'])}", _place(seen["first"])]
+        lines = [f"OBSERVED  {names} not finite in sequences {ranges(seen['nonfinite_sequences'])}", _place(seen["first"])]
     lines += _error_text(seen)
     if seen["away_sequences"]:
-        lines.append(f"          further away than the error budget: sequences {_ranges(seen['away_sequences'])}")
+        lines.append(f"          further away than the error budget: sequences {ranges(seen['away_sequences'])}")
         lines += [f"          {b}" for b in seen["budget"]]
     return lines
 
 
 def _exposed_text(exposed: dict) -> list[str]:
+    from k3lab.nonfinite import ranges
+
     lines = []
     for route, reach in exposed.items():
-        where = f"sequences {_ranges(reach['sequences'])}" if reach["sequences"] else "no sequence"
+        where = f"sequences {ranges(reach['sequences'])}" if reach["sequences"] else "no sequence"
         lines.append(f"EXPOSED   {route}: NaN in masked rows would reach {where}")
         if reach["first"]:
             lines.append(_place(reach["first"]))
@@ -204,17 +208,6 @@ def _error_text(result: dict) -> list[str]:
     error = result["relative_error"]
     text = "no finite row" if error is None else f"relative error of finite rows {error:.2g} against the float64 recurrence"
     return [f"          {text}"]
-
-
-def _ranges(numbers: list[int]) -> str:
-    """Ascending numbers in words: 0-127, 130."""
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and n == runs[-1][1] + 1:
-            runs[-1][1] = n
-        else:
-            runs.append([n, n])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def _place(first: dict) -> str:

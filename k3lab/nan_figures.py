@@ -208,31 +208,38 @@ def provenance_figure(frame: pd.DataFrame, sequence: int, length: int, ran: str)
     return fig
 
 
-def accuracy_figure(frame: pd.DataFrame, ran: str, published: Mapping[str, float], finding: str) -> Figure:
-    """Exact match against the probability p that the undefined rows of one workgroup are NaN, by route.
+def accuracy_figure(frame: pd.DataFrame, ran: str, published: Mapping[str, float], p_drop: float) -> Figure:
+    """Exact match against the probability p that the undefined rows of one workgroup are NaN, one series a route.
 
-    frame columns: series (legend label), p, rate, low, high (95% interval); published: labelled horizontal lines.
-    p = 0 is drawn at the left edge, apart from the log scale.
+    frame columns: series (legend label), p, rate, low, high (95% interval). p = 0 is drawn at the left edge, apart from the
+    log scale. published: labelled horizontal lines; p_drop: the p that is marked.
     """
-    fig, ax = figures.new(finding, ran, size=(7.5, 3.8))
-    positive = frame[frame["p"] > 0]["p"]
-    zero_at = positive.min() / 4
+    positive = frame[frame["p"] > 0]
+    most = positive.groupby("series", sort=False)["rate"].min().idxmin()
+    fig, ax = figures.new(
+        f"Accuracy falls with p on every route that leaves rows undefined, soonest on {most.split(',')[0]}; zero padding is flat",
+        ran,
+        size=(7.5, 3.8),
+    )
+    zero_at = positive["p"].min() / 4
     for i, (label, part) in enumerate(frame.groupby("series", sort=False)):
         part = part.sort_values("p")
         x = part["p"].where(part["p"] > 0, zero_at)
+        if len(part) == 1:  # zero padding does not depend on p
+            s = figures.SERIES[i]
+            ax.axhline(part["rate"].iloc[0], color=s.color, linestyle=s.dash, label=label)
+            continue
         figures.plot(ax, i, x, part["rate"], label=label)
         ax.vlines(x, part["low"], part["high"], color=figures.SERIES[i].color, linewidth=1)
     for label, rate in published.items():
-        _published_line(ax, rate, label)
+        ax.axhline(rate, color="#555555", linewidth=0.8, linestyle=(0, (2, 2)))
+        ax.text(1.0, rate - 0.01, f"{label} {rate:.4f} ", transform=ax.get_yaxis_transform(), ha="right", va="top", fontsize=7)
+    ax.axvline(p_drop, color="#555555", linewidth=0.8, linestyle=(0, (2, 2)))
+    ax.text(p_drop, 0.02, f" the PR's ratio\n at p = {p_drop:.1e}", fontsize=7, va="bottom")
     ax.set_xscale("log")
-    ticks = [zero_at, *10.0 ** np.arange(np.ceil(np.log10(positive.min())), np.floor(np.log10(positive.max())) + 1)]
-    ax.set_xticks(ticks, ["0", *[f"{t:g}" for t in ticks[1:]]])
+    decades = 10.0 ** np.arange(np.ceil(np.log10(positive["p"].min())), 1)
+    ax.set_xticks([zero_at, *decades], ["0", *[f"{t:g}" for t in decades]])
     ax.minorticks_off()
-    ax.set(xlabel="p: chance that one workgroup's undefined rows are NaN in one launch", ylabel="exact match", ylim=(-0.02, 1.05))
+    ax.set(xlabel="p: chance that the undefined rows of one workgroup are NaN in one launch", ylabel="exact match", ylim=(-0.02, 1.05))
     ax.legend(loc="lower left", fontsize=8)
     return fig
-
-
-def _published_line(ax: Axes, rate: float, label: str) -> None:
-    ax.axhline(rate, color="#555555", linewidth=0.8, linestyle=(0, (2, 2)))
-    ax.text(1.0, rate, f"{label} {rate:.4f} ", transform=ax.get_yaxis_transform(), ha="right", va="bottom", fontsize=7, color="#333333")

@@ -53,6 +53,17 @@ class First:
     value: str
 
 
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers in words: 0-127, 130."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
 @dataclass(frozen=True)
 class Report:
     """What trace() found.
@@ -85,8 +96,9 @@ class Report:
         if self.fed_by:
             b, (lo, hi) = self.fed_by, self.fed_by["masked_rows"]
             text += f"Its tile has {b['valid_rows']} of {CHUNK} rows; rows {lo}..{hi} of {', '.join(b['tensors'])} are masked. "
-        lost = f"final state lost in sequences {self.state_lost}" if self.state_lost else "no final state lost"
-        return text + f"Not finite: sequences {self.nonfinite_sequences}; {lost}; finite: sequences {self.neighbours_finite}."
+        lost = f"final state lost in {ranges(self.state_lost)}" if self.state_lost else "no final state lost"
+        hit, kept = ranges(self.nonfinite_sequences), ranges(self.neighbours_finite) or "none"
+        return text + f"Sequences not finite: {hit}; {lost}; finite: {kept}."
 
 
 def _row_places(launch: Launch, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -298,12 +310,15 @@ def investigate(capture: Capture) -> dict[str, Any]:
 def replay(capture: Capture, route: str, padding: str, impl: str = "torch") -> dict[str, Any]:
     """`k3lab nan CAPTURE --route R --padding P`: run the step again. finding is True if the replay is not finite.
 
-    Same keys as investigate(); observed and exposed are None, as nothing recorded is judged here.
+    impl "triton" runs on the GPU where torch sees one, else under the interpreter. Same keys as investigate(); observed and
+    exposed are None, as nothing recorded is judged here.
     """
     call = capture.kda_call()
-    result = kda_layer_step(call, route, impl, padding)
-    report = trace(call, result)
-    error = _against_truth(call, {"o": result.o, "final_state": result.final_state})
+    on_gpu = impl == "triton" and torch.cuda.is_available()
+    moved = call.to("cuda") if on_gpu else call
+    result = kda_layer_step(moved, route, impl, padding)
+    report = trace(moved, result)
+    error = _against_truth(call, {"o": result.o.cpu(), "final_state": result.final_state.cpu()})
     return {
         "finite": report.finite,
         "first": asdict(report.first) if report.first else None,

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from k3lab import doctor
-from k3lab.__main__ import _ranges, build_parser, main
+from k3lab.__main__ import build_parser, main
 from k3lab.capture.format import Capture
 from k3lab.kda.layer import kda_layer_step
+from k3lab.nonfinite import ranges
 from k3lab.provenance import sha256
 from k3lab.testing import random_call
 
@@ -240,7 +241,7 @@ def test_no_shipped_capture_is_bad_input(capsys):
 
 @pytest.mark.parametrize(("numbers", "text"), [([], ""), ([3], "3"), ([0, 1, 2, 5, 7, 8], "0-2, 5, 7-8")])
 def test_ranges_name_every_number_and_no_other(numbers, text):
-    assert _ranges(numbers) == text
+    assert ranges(numbers) == text
 
 
 def test_doctor_finds_this_environment_sound(capsys):
