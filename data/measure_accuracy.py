@@ -92,22 +92,37 @@ def measure(task: Task) -> dict:
         "exposed_prefill_workgroups": int(frame.exposed_prefills.sum()),
         "poisoned_workgroups": int(frame.poisoned.sum()),
         "seconds": time.perf_counter() - start,
+        "made_on": made_on(made_with(task.device)),
         "requests": [[int(c), answered_at(o.tokens, o.exposed)] for c, o in zip(correct, outputs, strict=True)],
     }
 
 
 def with_expectation(rows: list[dict]) -> list[dict]:
-    """Rows with expected_correct: sum over the requests that the same route and seed answer at p = 0 of (1 - p)^exposures."""
-    clean = {(r["route"], r["seed"]): r["requests"] for r in rows if r["p"] == 0}
+    """Rows with expected_correct: sum over the requests that the same route and seed answer at p = 0 of (1 - p)^exposures.
+
+    The requests themselves are kept in the rows of p = 0 alone; a row that has its expectation keeps it.
+    """
+    clean = {(r["route"], r["seed"]): r["requests"] for r in rows if r["p"] == 0 and "requests" in r}
     out = []
     for r in rows:
         base, p = clean.get((r["route"], r["seed"])), r["p"] or 0.0
-        expected = None if base is None else sum(c * (1 - p) ** e for c, e in base)
-        kept = {k: v for k, v in r.items() if k != "requests"}
-        exposures = sorted(e for _, e in r["requests"])
-        kept["exposures_per_request"] = {"min": exposures[0], "median": exposures[len(exposures) // 2], "max": exposures[-1]}
-        out.append({**kept, "expected_correct": expected})
+        kept = {k: v for k, v in r.items() if k != "requests" or r["p"] == 0}
+        if "expected_correct" not in kept or kept["expected_correct"] is None:
+            kept["expected_correct"] = None if base is None else sum(c * (1 - p) ** e for c, e in base)
+        if "requests" in r:
+            exposures = sorted(e for _, e in r["requests"])
+            kept["exposures_per_request"] = {"min": exposures[0], "median": exposures[len(exposures) // 2], "max": exposures[-1]}
+        out.append(kept)
     return out
+
+
+def finished(path: Path, about: dict) -> list[dict]:
+    """Rows of an earlier, unfinished or partial run in the same setting with the same weights, whatever device made them."""
+    if not path.is_file():
+        return []
+    old = json.loads(path.read_text())
+    same = old["weights_sha256"] == about["weights_sha256"] and old["setting"] == about["setting"]
+    return old["rows"] if same else []
 
 
 def card(r: dict) -> str:
@@ -133,6 +148,10 @@ def card(r: dict) -> str:
             )
         )
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    runs: dict[str, list[str]] = {}
+    for x in r["rows"]:
+        runs.setdefault(x["made_on"], []).append(x["route"])
+    places = "; ".join(f"{len(v)} runs ({', '.join(f'{v.count(t)} {t}' for t in dict.fromkeys(v))}) on {k}" for k, v in runs.items())
     return f"""# accuracy.json: served accuracy by route, against the probability that undefined rows are NaN
 
 | | |
@@ -141,7 +160,7 @@ def card(r: dict) -> str:
 up to {s["max_seqs"]} requests at a time, {s["max_tokens"]} tokens a step, Poisson arrivals at {s["rate"]} a step, \
 at most {s["max_new"]} new bytes |
 | made by | `data/measure_accuracy.py`, seeds {", ".join(map(str, s["seeds"]))}, torch stages in fp32 |
-| made on | {made_on(r["made_with"])}; {r["seconds"]:.0f} s with {s["jobs"]} processes |
+| made on | {places} |
 | weights sha256 | `{r["weights_sha256"]}` |
 | what is real, what is set | served for real; the value of undefined rows is set: NaN with probability p per workgroup \
 (sequence, head, layer, launch) of the chunk kernel, else zero. Not an observation of any GPU's undefined rows |
@@ -167,19 +186,22 @@ def main() -> None:
     ap.add_argument("--rate", type=float, default=2.0, help="arrivals a step")
     ap.add_argument("--max-new", type=int, default=80)
     ap.add_argument("--jobs", type=int, default=1, help="processes; they share the device")
+    ap.add_argument("--routes", nargs="+", choices=ROUTES, default=list(ROUTES))
+    ap.add_argument("--again", action="store_true", help="run everything, also what accuracy.json in --out holds in the same setting")
     a = ap.parse_args()
     rest = (a.problems, a.max_seqs, a.max_tokens, a.rate, a.max_new, a.device, str(a.weights))
-    tasks = [Task(route, p, seed, *rest) for seed in a.seeds for route in ROUTES for p in [None, *a.p]]
-    start = time.perf_counter()
+    tasks = [Task(route, p, seed, *rest) for seed in a.seeds for route in a.routes for p in [None, *a.p]]
     about = {
         "setting": {
             "problems": a.problems, "seeds": a.seeds, "max_seqs": a.max_seqs, "max_tokens": a.max_tokens, "rate": a.rate,
-            "max_new": a.max_new, "jobs": a.jobs,
+            "max_new": a.max_new,
         },
-        "made_with": made_with(a.device),
         "weights_sha256": sha256(a.weights),
     }  # fmt: skip
     a.out.mkdir(parents=True, exist_ok=True)
+    kept = [] if a.again else finished(a.out / "accuracy.json", about)
+    have = {(r["route"], r["p"], r["seed"]) for r in kept}
+    tasks = [t for t in tasks if (t.route, t.p, t.seed) not in have]
     # spawned, because CUDA does not survive a fork
     with ProcessPoolExecutor(a.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         futures = {pool.submit(measure, t): i for i, t in enumerate(tasks)}
@@ -187,8 +209,9 @@ def main() -> None:
         for f in tqdm(as_completed(futures), total=len(tasks), desc="accuracy", file=sys.stderr, ascii=True):
             done[futures[f]] = f.result()
             # after every run, so that a killed measurement keeps what it has
-            rows = with_expectation([done[i] for i in sorted(done)])
-            record = {**about, "seconds": time.perf_counter() - start, "planned_runs": len(tasks), "rows": rows}
+            order = {route: i for i, route in enumerate(ROUTES)}
+            rows = sorted(kept + list(done.values()), key=lambda r: (r["seed"], order[r["route"]], r["p"] is not None, r["p"] or 0.0))
+            record = {**about, "rows": with_expectation(rows)}
             write_text(a.out / "accuracy.json", json.dumps(record, indent=1) + "\n")
             write_text(a.out / "accuracy.md", card(record))
 
