@@ -102,11 +102,18 @@ def accuracy() -> list[dict]:
 
 
 def timed(fn: Callable[[], object]) -> dict[str, float]:
-    """Median milliseconds of the call, and of its replay from a CUDA graph."""
+    """Median milliseconds of the call, and of its replay from a CUDA graph (NaN where the call cannot be captured)."""
     from triton.testing import do_bench, do_bench_cudagraph
 
     fn()
-    return {"call_ms": do_bench(fn, return_mode="median"), "graph_ms": do_bench_cudagraph(fn, return_mode="median")}
+    call_ms = do_bench(fn, return_mode="median")
+    try:
+        graph_ms = do_bench_cudagraph(fn, return_mode="median")
+    except RuntimeError as e:
+        print(f"not captured in a graph: {str(e).splitlines()[0]}", file=sys.stderr)
+        torch.cuda.synchronize()
+        graph_ms = float("nan")
+    return {"call_ms": call_ms, "graph_ms": graph_ms}
 
 
 def copy_bandwidth() -> float:
@@ -182,6 +189,7 @@ def gpu(sweep: bool) -> dict:
         a, b = timed(ours), timed(theirs)
         row = {"what": what, "floor_ms": floor_bytes(call) / bandwidth * 1e3}
         rows.append(row | {f"{k3}_{k}": x[k] for k3, x in (("k3lab", a), ("fla", b)) for k in x})
+        print(what, a, b, flush=True)
 
     with torch.no_grad():
         for name, lengths in PREFILLS.items():
@@ -254,6 +262,37 @@ def cpu(repeats: int) -> dict:
     return result
 
 
+def card(name: str, r: dict, command: str) -> str:
+    """The data card of a result, every number out of the record."""
+    made = " · ".join(f"{k} {v}" for k, v in r["provenance"].items())
+    head = f"# {name}\n\n| | |\n|---|---|\n| made by | `{command}` |\n| made on | {made} |\n| licence | this project's |\n"
+    if "times" not in r:
+        shape = f"{r['tokens']:,} tokens, {r['heads']} heads of {r['head_dim']}, {r['decodes']} decodes + one prefill, {r['dtype']}"
+        replays = ", ".join(f"{t:.2f}" for t in r["seconds"])
+        stages_table = "\n".join(f"| {k} | {v:.2f} |" for k, v in r["stage_s"].items())
+        return (
+            f"{head}| what | replay of the six torch stages: {shape}, {r['threads']} threads |\n\nSeconds: {replays}; median "
+            f"**{r['median_s']:.2f}**. Peak resident memory {r['peak_rss_GiB']:.2f} GiB.\n\n| stage | seconds, median |\n|---|---|\n{stages_table}\n"
+        )
+    lines = []
+    for x in r["times"]:
+        cells = [f"{x[k]:.3f}" for k in ("floor_ms", "k3lab_call_ms", "fla_call_ms")] + [f"{x['k3lab_call_ms'] / x['fla_call_ms']:.2f}"]
+        cells += [f"{x[k]:.3f}" for k in ("k3lab_graph_ms", "fla_graph_ms")] + [f"{x['k3lab_graph_ms'] / x['fla_graph_ms']:.2f}"]
+        lines.append(f"| {x['what']} | " + " | ".join(cells) + " |")
+    budget = "\n".join(
+        f"| {x['what']} | {x['error']:.3g} | {x['budget']:.3g} | {x['rms_error']:.3g} | {x['rms_budget']:.3g} | {'yes' if x['ok'] else 'no'} |"
+        for x in r["accuracy"]
+    )
+    return (
+        f"{head}| what | k3lab's Triton kernels beside fla-core, {HEADS} heads of {DIM}, bfloat16, milliseconds, median; call: the Python call; "
+        f"graph: replayed from a CUDA graph; floor: bytes over the copy bandwidth of the same run, {r['copy_bandwidth_GB_s']:.0f} GB/s |\n\n"
+        "| case | floor | k3lab call | fla call | k3lab / fla | k3lab graph | fla graph | k3lab / fla |\n|---|---|---|---|---|---|---|---|\n"
+        + "\n".join(lines)
+        + "\n\nErrors against the float64 recurrence, by the budget rule of `k3lab/testing.py`:\n\n"
+        "| what | max error | budget | rms error | rms budget | within |\n|---|---|---|---|---|---|\n" + budget + "\n"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cpu", action="store_true", help="time the torch stages on two CPU threads instead")
@@ -269,6 +308,12 @@ def main() -> None:
         partial = args.out.with_name(args.out.name + ".partial")
         partial.write_text(json.dumps(result, indent=1) + "\n")
         os.replace(partial, args.out)
+        args.out.with_suffix(".md").write_text(
+            card(args.out.name, result, f"python bench/kda.py{' --cpu' if args.cpu else ''}{' --sweep' if args.sweep else ''}")
+        )
+    over = [r["what"] for r in result.get("accuracy", []) if not r["ok"] and not r["what"].startswith("fla")]
+    if over:
+        raise SystemExit("over the error budget: " + ", ".join(over))
 
 
 if __name__ == "__main__":
