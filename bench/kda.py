@@ -264,33 +264,30 @@ def cpu(repeats: int) -> dict:
 
 def card(name: str, r: dict, command: str) -> str:
     """The data card of a result, every number out of the record."""
-    made = " · ".join(f"{k} {v}" for k, v in r["provenance"].items())
-    head = f"# {name}\n\n| | |\n|---|---|\n| made by | `{command}` |\n| made on | {made} |\n| licence | this project's |\n"
-    if "times" not in r:
-        shape = f"{r['tokens']:,} tokens, {r['heads']} heads of {r['head_dim']}, {r['decodes']} decodes + one prefill, {r['dtype']}"
-        replays = ", ".join(f"{t:.2f}" for t in r["seconds"])
-        stages_table = "\n".join(f"| {k} | {v:.2f} |" for k, v in r["stage_s"].items())
-        return (
-            f"{head}| what | replay of the six torch stages: {shape}, {r['threads']} threads |\n\nSeconds: {replays}; median "
-            f"**{r['median_s']:.2f}**. Peak resident memory {r['peak_rss_GiB']:.2f} GiB.\n\n| stage | seconds, median |\n|---|---|\n{stages_table}\n"
+    import pandas as pd
+
+    from k3lab.figures import markdown_table
+
+    rows = {"made by": f"`{command}`", "made on": " · ".join(f"{k} {v}" for k, v in r["provenance"].items()), "licence": "this project's"}
+    if "times" in r:
+        rows["what"] = (
+            f"k3lab's Triton kernels beside fla-core, {HEADS} heads of {DIM}, bfloat16, milliseconds, median; call: the Python call; graph: "
+            f"replayed from a CUDA graph; floor: bytes over the copy bandwidth of the same run, {r['copy_bandwidth_GB_s']:.0f} GB/s"
         )
-    lines = []
-    for x in r["times"]:
-        cells = [f"{x[k]:.3f}" for k in ("floor_ms", "k3lab_call_ms", "fla_call_ms")] + [f"{x['k3lab_call_ms'] / x['fla_call_ms']:.2f}"]
-        cells += [f"{x[k]:.3f}" for k in ("k3lab_graph_ms", "fla_graph_ms")] + [f"{x['k3lab_graph_ms'] / x['fla_graph_ms']:.2f}"]
-        lines.append(f"| {x['what']} | " + " | ".join(cells) + " |")
-    budget = "\n".join(
-        f"| {x['what']} | {x['error']:.3g} | {x['budget']:.3g} | {x['rms_error']:.3g} | {x['rms_budget']:.3g} | {'yes' if x['ok'] else 'no'} |"
-        for x in r["accuracy"]
-    )
-    return (
-        f"{head}| what | k3lab's Triton kernels beside fla-core, {HEADS} heads of {DIM}, bfloat16, milliseconds, median; call: the Python call; "
-        f"graph: replayed from a CUDA graph; floor: bytes over the copy bandwidth of the same run, {r['copy_bandwidth_GB_s']:.0f} GB/s |\n\n"
-        "| case | floor | k3lab call | fla call | k3lab / fla | k3lab graph | fla graph | k3lab / fla |\n|---|---|---|---|---|---|---|---|\n"
-        + "\n".join(lines)
-        + "\n\nErrors against the float64 recurrence, by the budget rule of `k3lab/testing.py`:\n\n"
-        "| what | max error | budget | rms error | rms budget | within |\n|---|---|---|---|---|---|\n" + budget + "\n"
-    )
+        times = pd.DataFrame(r["times"])
+        for how in ("call", "graph"):
+            times[f"k3lab / fla, {how}"] = times[f"k3lab_{how}_ms"] / times[f"fla_{how}_ms"]
+        tables = {"Times": times, "Errors against the float64 recurrence, by the budget rule of k3lab/testing.py": pd.DataFrame(r["accuracy"])}
+    else:
+        rows["what"] = (
+            f"replay of the six torch stages: {r['tokens']:,} tokens, {r['heads']} heads of {r['head_dim']}, {r['decodes']} decodes + one "
+            f"prefill, {r['dtype']}, {r['threads']} threads; peak resident memory {r['peak_rss_GiB']:.2f} GiB"
+        )
+        stage = pd.Series({**r["stage_s"], "all": r["median_s"]}, name="seconds, median").rename_axis("stage")
+        tables = {f"Median of {len(r['seconds'])} replays": stage.reset_index()}
+    head = "\n".join(f"| {k} | {v} |" for k, v in rows.items())
+    body = "\n\n".join(f"{title}:\n\n{markdown_table(frame)}" for title, frame in tables.items())
+    return f"# {name}\n\n| | |\n|---|---|\n{head}\n\n{body}\n"
 
 
 def main() -> None:
@@ -308,7 +305,8 @@ def main() -> None:
         partial = args.out.with_name(args.out.name + ".partial")
         partial.write_text(json.dumps(result, indent=1) + "\n")
         os.replace(partial, args.out)
-        args.out.with_suffix(".md").write_text(
+        flags = (" --cpu" if args.cpu else "") + (" --sweep" if args.sweep else "")
+        args.out.with_suffix(".md").write_text(card(args.out.name, result, f"python bench/kda.py{flags} --out {args.out.name}"))
             card(args.out.name, result, f"python bench/kda.py{' --cpu' if args.cpu else ''}{' --sweep' if args.sweep else ''}")
         )
     over = [r["what"] for r in result.get("accuracy", []) if not r["ok"] and not r["what"].startswith("fla")]
