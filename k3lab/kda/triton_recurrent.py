@@ -7,6 +7,8 @@ speculative rows). At one token a sequence the traffic is the state: N * H * K *
 Runs natively on CUDA and ROCm, and on small shapes under TRITON_INTERPRET=1 (not in bfloat16).
 """
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -131,6 +133,7 @@ def fused_recurrent_kda(
     q: Tensor, k: Tensor, v: Tensor, raw_g: Tensor, raw_beta: Tensor, A_log: Tensor, dt_bias: Tensor,
     state_pool: Tensor, state_indices: Tensor, cu_seqlens: Tensor, lower_bound: float | None = -5.0, state_layout: str = "vk",
     num_accepted_tokens: Tensor | None = None, config: dict[str, int] | None = None, check_values: bool = True,
+    empty: Callable[..., Tensor] = torch.empty,
 ) -> Tensor:  # fmt: skip
     """o [T, H, V] in the dtype of v; state_pool is updated in place, by slot.
 
@@ -144,6 +147,7 @@ def fused_recurrent_kda(
                    state_indices[n, num_accepted_tokens[n] - 1]
     config         over DEFAULT; CONFIGS lists what is worth trying
     check_values   also check what indices and cu_seqlens hold, which waits for the device; False leaves that to the caller
+    empty          makes the output buffer, torch.empty's signature; a test passes one that fills it with NaN
 
     Raises BadInput for shapes, layouts or values that do not fit, Unsupported for a head_dim, dtype or device without a kernel.
     """
@@ -156,7 +160,7 @@ def fused_recurrent_kda(
     if check_values:
         _check_values(len(q), len(state_pool), state_indices, cu_seqlens, num_accepted_tokens)
     (T, H, K), V, N = q.shape, v.shape[-1], cu_seqlens.numel() - 1
-    o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    o = empty(v.shape, dtype=v.dtype, device=v.device)
     if not (T and H and N):
         return o
     q, k, v, raw_g, raw_beta = (x.contiguous() for x in (q, k, v, raw_g, raw_beta))

@@ -10,21 +10,20 @@ import re
 import sys
 import tempfile
 from pathlib import Path
+from types import ModuleType
 
 from k3lab.errors import BadInput
 
 SCALARS = ("i1", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "fp16", "bf16", "fp32", "fp64")
 
 
-def load(name: str) -> tuple[object, list[dict]]:
-    """The JITFunction that `name` means, and the heuristics found around it, outermost first."""
-    import triton
-
+def import_place(name: str, what: str = "kernel") -> tuple[ModuleType, str]:
+    """The module of "module:attribute" or "file.py:attribute", and the attribute's name. BadInput if the import fails."""
     place, _, attribute = name.partition(":")
     try:
         if place.endswith(".py"):
             if not Path(place).is_file():
-                raise BadInput(f"kernel {name}: no file {place}")
+                raise BadInput(f"{what} {name}: no file {place}")
             spec = importlib.util.spec_from_file_location(Path(place).stem, place)
             module = importlib.util.module_from_spec(spec)
             sys.modules[spec.name] = module
@@ -33,14 +32,22 @@ def load(name: str) -> tuple[object, list[dict]]:
         else:
             module = importlib.import_module(place)
     except ModuleNotFoundError as error:
-        raise BadInput(f"kernel {name}: module {error.name!r} is not installed here; install it, or name the kernel's file") from None
+        raise BadInput(f"{what} {name}: module {error.name!r} is not installed here; install it, or name the {what}'s file") from None
     except BadInput:
         raise
     except Exception as error:
-        raise BadInput(f"kernel {name}: importing {place} failed: {type(error).__name__}: {error}") from None
+        raise BadInput(f"{what} {name}: importing {place} failed: {type(error).__name__}: {error}") from None
+    return module, attribute
+
+
+def load(name: str) -> tuple[object, list[dict]]:
+    """The JITFunction that `name` means, and the heuristics found around it, outermost first."""
+    import triton
+
+    module, attribute = import_place(name)
     if not hasattr(module, attribute):
         kernels = [k for k, x in vars(module).items() if isinstance(_unwrap(x)[0], triton.JITFunction)]
-        raise BadInput(f"kernel {name}: {place} has no {attribute!r}; its kernels: {', '.join(kernels) or 'none'}")
+        raise BadInput(f"kernel {name}: {name.partition(':')[0]} has no {attribute!r}; its kernels: {', '.join(kernels) or 'none'}")
     fn, heuristics = _unwrap(getattr(module, attribute))
     if not isinstance(fn, triton.JITFunction):
         raise BadInput(f"kernel {name}: {attribute} is a {type(fn).__name__}, not a Triton kernel")
