@@ -20,6 +20,16 @@ def test_chunked_twin_is_the_recurrence(lengths, decay, lower_bound):
         assert (a[name] - b[name]).norm() <= 1e-12 * a[name].norm(), name
 
 
+@pytest.mark.parametrize("chunk", [16, 32])
+def test_chunks_of_another_size_give_the_same_result(chunk):
+    call = random_call((1, 63, 65), head_dim=64, seed=chunk)
+    a, b = reference.recurrent_kda(call), reference.chunk_kda(call, chunk=chunk)
+    for name in a:
+        assert (a[name] - b[name]).norm() <= 1e-12 * a[name].norm(), name
+    # in float32 exponents reach lower_bound * chunk / 2: at 64 they overflow
+    assert torch.isfinite(reference.chunk_kda(random_call((130,), decay="strong", seed=chunk), torch.float32, chunk=chunk)["o"]).all()
+
+
 def test_recurrence_is_the_published_formula():
     """One token by hand: S = (I - beta k k^T) Diag(exp g) S0 + beta k v^T in the [K, V] layout of the paper."""
     call = random_call((1,), heads=1, head_dim=64)

@@ -130,7 +130,7 @@ def chunk_kda_core(
 def chunk_kda(call: KdaCall, dtype: torch.dtype = torch.float64, store: torch.dtype | None = None, chunk: int = CHUNK) -> dict[str, Tensor]:
     """The chunked twin of recurrent_kda over a varlen batch: o [T, H, V] and final_state [N, H, V, K].
 
-    dtype and store as in chunk_kda_core. Raises BadInput if the call is malformed.
+    dtype, store and chunk as in chunk_kda_core. Raises BadInput if the call is malformed.
     """
     x = prepare(call.check(), dtype)
     cu = call.cu_seqlens.long().tolist()
@@ -138,7 +138,7 @@ def chunk_kda(call: KdaCall, dtype: torch.dtype = torch.float64, store: torch.dt
     for n in range(call.num_sequences):
         rows = slice(cu[n], cu[n + 1])
         q, k, v, g = (x[name][rows].transpose(0, 1)[None] for name in ("q", "k", "v", "g"))
-        out, S = chunk_kda_core(q, k, v, g, x["beta"][rows].T[None], x["state"][n].transpose(-1, -2)[None], store=store)
+        out, S = chunk_kda_core(q, k, v, g, x["beta"][rows].T[None], x["state"][n].transpose(-1, -2)[None], chunk, store)
         o[rows] = out[0].transpose(0, 1)
         final[n] = S[0].transpose(-1, -2)
     if store is not None:
