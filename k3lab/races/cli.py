@@ -1,4 +1,4 @@
-"""python -m k3lab races | lds | lint | toolchain: exit status 0 clean, 1 a finding, 2 bad input or nothing but errors.
+"""python -m k3lab races | lds | lint | toolchain | sweep: exit status 0 clean, 1 a finding, 2 bad input or nothing but errors.
 
 Nothing heavy is imported before a command runs.
 """
@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from k3lab.errors import BadInput, K3labError
+from k3lab.races.sweep_cli import add_parser as add_sweep_parser
 
 STATUS = "exit status: 0 every row ordered, 1 a race or an uninitialised read, 2 bad input, or a row that could not be analysed"
 LINT_STATUS = "exit status: 0 no racy winner, 1 a racy winner, conditional or not, 2 bad input, or records that could not be read"
@@ -73,6 +74,7 @@ def add_parsers(commands: argparse._SubParsersAction) -> None:
     )  # fmt: skip
     toolchain.add_argument("action", choices=["add", "list"])
     toolchain.add_argument("versions", nargs="*", metavar="VERSION")
+    add_sweep_parser(command)
 
 
 def races_main(args: argparse.Namespace) -> int:
