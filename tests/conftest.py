@@ -14,7 +14,6 @@ HAS_GPU = torch.cuda.is_available()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA or ROCm device")
-    config.addinivalue_line("markers", "slow: takes more than a few seconds; runs in CI all the same")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,8 +5,10 @@ every kernel for cuda:90 and hip:gfx950 with no GPU.
 """
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -164,6 +166,16 @@ def test_nan_padding_of_one_stage_hits_what_the_arithmetic_says(stage, every_len
             "output": {"o": partial},
         }[stage]
     )
+
+
+def test_every_masked_load_of_a_stage_takes_the_padding():
+    """By the source, as a masked row of some tiles only reaches rows that are not stored: load_rows, or a load of lengths, or prepare."""
+    from k3lab.kda import triton_chunk as tc
+
+    own = [line for line in Path(tc.__file__).read_text().splitlines() if "tl.load(" in line and "mask=" in line]
+    prepare = [line for line in own if re.search(r"tl.load\((q|k|raw_beta) \+ o_r", line)]
+    assert len(prepare) == 3, "row by row, and rows past the last token alone are masked: padding cannot reach a token"
+    assert all(line in prepare or line.count("tl.load(cu_seqlens") == line.count("mask=") for line in own), own
 
 
 def test_inverse_is_hit_at_every_length_but_six(device):
