@@ -20,7 +20,7 @@ from pathlib import Path
 
 from k3lab.provenance import commit, sha256
 from k3lab.races.planted import racecheck
-from k3lab.races.sweep import Case, append_row, here, planted_cases, read_journal, run_sweep, stage_cases
+from k3lab.races.sweep import PLANTED_GRIDS, Case, append_row, here, planted_cases, read_journal, run_sweep, stage_cases
 from k3lab.races.sweep_targets import capture_input, random_input, size_ladder
 from k3lab.races.verdicts import RACECHECK, judge
 from k3lab.tiny.cards import write_text
@@ -30,7 +30,6 @@ CAPTURE = HERE / "captures" / "mixed_128_decodes.safetensors"
 KERNEL_FILES = ("k3lab/kda/triton_chunk.py", "k3lab/races/planted.py")
 RESERVE = 25.0  # seconds of the budget kept for a row in progress at its end, and for the card
 PLANTED_RUNS, RUNS = 20, 50
-PLANTED_WARPS = (1, 4, 8)
 
 
 def racecheck_rows(journal: Path, where: dict, timeout: float) -> None:
@@ -132,7 +131,7 @@ def main() -> None:
     checks.start()
     mixed = random_input([1] * 128 + [4096], name="128 x 1 + 4096 tokens", seed=1)
     both = ("undefined", "zero")
-    part("planted", lambda: planted_cases((8, 1024), PLANTED_WARPS) + planted_cases((16384,), (4,)), PLANTED_RUNS)
+    part("planted", lambda: planted_cases(PLANTED_GRIDS[:-1]) + planted_cases(PLANTED_GRIDS[-1:], (4,)), PLANTED_RUNS)
     part("recompute_w_u", lambda: stage_cases("recompute_w_u", [mixed, capture_input(CAPTURE)], both), RUNS)
     part("size ladder", lambda: stage_cases("recompute_w_u", size_ladder(seed=2)), RUNS)
     checks.join()

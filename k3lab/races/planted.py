@@ -38,8 +38,6 @@ from k3lab.races.sweep_targets import Problem
 
 TILE = 64
 WAITS = {"planted_faulty": 1, "planted_correct": 0}
-CONFIGS = [{"num_warps": w} for w in (1, 4, 8)]
-GRID_LADDER = (8, 1024, 16384)
 
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # the name changed in Triton 3.7
 

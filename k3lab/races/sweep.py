@@ -30,6 +30,7 @@ from k3lab.errors import BadInput
 
 TARGETS = "k3lab.races.sweep_targets"
 PLANTED = "k3lab.races.planted"
+PLANTED_GRIDS, PLANTED_WARPS = (8, 1024, 16384), (1, 4, 8)
 FILLS = ("nan", "zero")
 SKIPPED = "skipped: budget"
 WORKER = "k3lab.races.sweep_worker"
@@ -60,7 +61,7 @@ def stage_cases(
     return [Case(kernel, {**c, **p}, i) for c in configs for p in pads for i in inputs]
 
 
-def planted_cases(workgroups: Sequence[int] = (8, 1024, 16384), num_warps: Sequence[int] = (1, 4, 8)) -> list[Case]:
+def planted_cases(workgroups: Sequence[int] = PLANTED_GRIDS, num_warps: Sequence[int] = PLANTED_WARPS) -> list[Case]:
     """The faulty copy and its correct twin over a grid ladder across 1,024 workgroups."""
     inputs = [{"name": f"{n} workgroups", "workgroups": n} for n in workgroups]
     return [
@@ -153,10 +154,14 @@ def _identity(c: Case, fill: str, runs: int, load: bool, where: Mapping) -> dict
         raise BadInput(f"{c.kernel}: input {spec} has no name")
     row = {"kernel": c.kernel, "launch": c.launch, "problem": c.problem, "config": config, "input": spec["name"], "spec": spec,
            "fill": fill, "runs": runs, "load": load, "where": dict(where)}  # fmt: skip
-    # a capture is known by its content, wherever it lies
-    known = {**row, "spec": {k: v for k, v in spec.items() if k != "path" or "sha256" not in spec}}
-    text = json.dumps({k: known[k] for k in IDENTITY}, sort_keys=True)
+    text = json.dumps({k: _known(row)[k] for k in IDENTITY}, sort_keys=True)
     return {"key": hashlib.sha256(text.encode()).hexdigest()[:24], **row}
+
+
+def _known(row: Mapping) -> dict:
+    """The row as the journal keeps it: a capture is known by its content, wherever it lies."""
+    spec = row["spec"]
+    return {**row, "spec": {k: v for k, v in spec.items() if k != "path" or "sha256" not in spec}}
 
 
 def run_config(rows: list[dict], journal: str | None, options: Mapping) -> list[dict]:
@@ -164,7 +169,7 @@ def run_config(rows: list[dict], journal: str | None, options: Mapping) -> list[
     out: list[dict] = []
 
     def finish(row: dict, answer: Mapping) -> None:
-        out.append({**row, **answer})
+        out.append({**_known(row), **answer})
         if journal is not None:
             append_row(Path(journal), out[-1])
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 import pandas as pd
 
 from k3lab.errors import BadInput
+from k3lab.races.sweep import SKIPPED
 
 DIFFERS = "differs run to run"
 MEMORY = "depends on initial memory"
@@ -13,7 +14,6 @@ WRONG = "same but wrong"
 ROUNDING = "different rounding between configs"
 CLEAN = "no difference"
 FAILED = ("crash", "illegal access", "hang", "out of memory", "error")
-SKIPPED = "skipped: budget"
 FINDINGS = (DIFFERS, MEMORY, WRONG, "crash", "illegal access", "hang")
 RACECHECK = "racecheck"
 
