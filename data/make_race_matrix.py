@@ -39,7 +39,8 @@ def card(rows: pd.DataFrame, data: bytes) -> str:
 - Axes: Triton {", ".join(TRITONS)} x hip:gfx950, hip:gfx942 x async copy on, off x pointer_range on, off x padding undefined, zero
   x warps 2, 4, 8 x stages 2, 3, 4 x inputs {", ".join(INPUTS)}. Shape: 12 heads, K = V = 128, BT = BK = BV = 64, bf16.
 - Source: k3lab/kda/triton_chunk.py, sha256 {kernel[:16]}, cross-compiled. Nothing ran on an AMD card; the verdicts rest on the
-  assumptions in k3lab.races.lds.ASSUMPTIONS. Async copy is off by default on gfx942 in every version here.
+  assumptions in k3lab.races.lds.ASSUMPTIONS. Async copy where nobody sets it, as read in each version's AMD backend: off on
+  gfx942 in all four; on gfx950 off in 3.6.0 and 3.7.1, on from 3.8.0.
 - Made by: data/make_race_matrix.py; no randomness. Line numbers in a row are lines of that build's assembly.
 - Versions: k3lab {version("k3lab")}, torch {version("torch")}, numpy {version("numpy")}, Python {platform.python_version()}.
 - Licence: this repository's; no third-party data.
