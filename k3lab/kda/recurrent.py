@@ -24,11 +24,16 @@ def recurrent_kda(call: KdaCall) -> dict[str, Tensor]:
     for step in range(int(lengths.max())):
         now = (lengths > step).nonzero().flatten()
         t = cu[now] + step
-        decayed = S[now] * x["g"][t].exp()[:, :, None, :]
-        delta = x["beta"][t][:, :, None] * (x["v"][t] - torch.einsum("nhvk,nhk->nhv", decayed, x["k"][t]))
-        S[now] = decayed + delta[..., None] * x["k"][t][:, :, None, :]
-        o[t] = torch.einsum("nhvk,nhk->nhv", S[now], x["q"][t])
+        k, q = x["k"][t].flatten(0, 1)[..., None], x["q"][t].flatten(0, 1)[..., None]  # [n H, K, 1]
+        # a view where every sequence is active: decodes are bound by the passes over their states
+        live = (S if len(now) == len(S) else S[now]).flatten(0, 1)  # [n H, V, K]
+        live.mul_(x["g"][t].exp().flatten(0, 1)[:, None, :])
+        delta = x["beta"][t].flatten()[:, None, None] * (x["v"][t].flatten(0, 1)[..., None] - live @ k)
+        live.baddbmm_(delta, k.transpose(1, 2))
+        o[t] = (live @ q).reshape(o[t].shape)
+        if len(now) < len(S):
+            S[now] = live.view(-1, *S.shape[1:])
         if states is not None:
-            states[t] = S[now]
+            states[t] = live.view(-1, *S.shape[1:])
     out = {"o": o.to(call.q.dtype), "final_state": S}
     return out if states is None else {**out, "states": states}
