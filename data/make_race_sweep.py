@@ -9,6 +9,8 @@ A run that was stopped goes on where it was; delete the journal to start again.
 """
 
 import argparse
+import hashlib
+import inspect
 import json
 import platform
 import sys
@@ -18,16 +20,17 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from k3lab.provenance import commit, sha256
-from k3lab.races.planted import racecheck
+from k3lab.figures import markdown_table
+from k3lab.kda.triton_chunk import recompute_w_u_fwd_kernel
+from k3lab.provenance import sha256
+from k3lab.races.planted import racecheck, tile_copy_kernel
 from k3lab.races.sweep import PLANTED_GRIDS, Case, append_row, here, planted_cases, read_journal, run_sweep, stage_cases
 from k3lab.races.sweep_targets import capture_input, random_input, size_ladder
-from k3lab.races.verdicts import RACECHECK, judge
+from k3lab.races.verdicts import RACECHECK, config_name, judge
 from k3lab.tiny.cards import write_text
 
 HERE = Path(__file__).parent
 CAPTURE = HERE / "captures" / "mixed_128_decodes.safetensors"
-KERNEL_FILES = ("k3lab/kda/triton_chunk.py", "k3lab/races/planted.py")
 RESERVE = 25.0  # seconds of the budget kept for a row in progress at its end, and for the card
 PLANTED_RUNS, RUNS = 20, 50
 
@@ -52,54 +55,64 @@ def racecheck_rows(journal: Path, where: dict, timeout: float) -> None:
         t.join()
 
 
-def table(frame, columns: list[str]) -> str:
-    """A Markdown table of some columns."""
-    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
-    lines += ["| " + " | ".join("" if r[c] is None else str(r[c]).replace("|", "/") for c in columns) + " |" for _, r in frame.iterrows()]
-    return "\n".join(lines)
+def source_sha(kernel: object) -> str:
+    """sha256 of a kernel function's source, 16 digits: what ran, whatever else its file held."""
+    return hashlib.sha256(inspect.getsource(kernel.fn).encode()).hexdigest()[:16]
 
 
-def card(journal: Path, where: dict, seconds: float) -> str:
+def card(rows: list[dict], data: bytes, seconds: float, python: str) -> str:
     """The data card, every number out of the rows."""
-    rows = read_journal(journal)
-    verdicts = judge(rows)
+    where, verdicts = rows[0]["where"], judge(rows)
+    verdicts["rate excluded"] = [f"{r:.2%}" if r == r else "" for r in verdicts["excluded_rate"].astype(float)]
     planted = verdicts[verdicts["kernel"].str.startswith("planted")]
     rest = verdicts[~verdicts["kernel"].str.startswith("planted")]
-    checks = [
-        f"- racecheck of {r['kernel']} (8 workgroups, 4 warps): {r.get('text') or r['status']}" for r in rows if r["fill"] == RACECHECK
-    ]
-    files = "\n".join(f"- {f} sha256 {sha256(HERE.parent / f)[:16]}" for f in KERNEL_FILES)
+    checks = [r for r in rows if r["fill"] == RACECHECK]
+    said = [f"- racecheck of {r['kernel']} (8 workgroups, 4 warps): {r.get('text') or r['status']}" for r in checks]
     counts = verdicts.groupby(["kernel", "verdict"], sort=False).size().reset_index(name="cases")
-    short = ["kernel", "config", "input", "verdict", "runs", "distinct", "outside", "big", "nonfinite"]
+    columns = ["config", "input", "verdict", "runs", "distinct", "outside", "big", "nonfinite"]
     return f"""# race_sweep.jsonl
 
 - What: repeated launches on identical inputs (k3lab.races.sweep), {len(rows)} rows, one per (kernel, config, input, fill): outputs were
   filled with NaN or with zeros first. {PLANTED_RUNS} runs a row for the planted copies, {RUNS} for recompute_w_u; 12 heads, K = V = 128,
   bfloat16 (the capture: its one head). Several configs ran at a time on the one GPU.
-- Device: {where["device"]}; Triton {where["triton"]}, torch {where["torch"]}, k3lab {where["k3lab"]} at {commit()},
-  Python {platform.python_version()}. Nothing here ran on an AMD card.
-- Made by: data/make_race_sweep.py in {seconds:.0f} s (this run of it); inputs from fixed seeds, and {CAPTURE.name}
-  (sha256 {sha256(CAPTURE)[:16]}).
-{files}
+- Device: {where["device"]}; Triton {where["triton"]}, torch {where["torch"]}, k3lab {where["k3lab"]}, Python {python}.
+  Nothing here ran on an AMD card.
+- Made by: data/make_race_sweep.py in {seconds:.0f} s; inputs from fixed seeds, and {CAPTURE.name}
+  (sha256 {sha256(CAPTURE)[:16]}). Source of the kernel functions: recompute_w_u_fwd_kernel sha256 {source_sha(recompute_w_u_fwd_kernel)},
+  tile_copy_kernel sha256 {source_sha(tile_copy_kernel)}.
 - Licence: this repository's; no third-party data.
-- Size: {journal.stat().st_size} bytes; sha256 {sha256(journal)}
+- Size: {len(data)} bytes; sha256 {hashlib.sha256(data).hexdigest()}
 
-The planted kernels' shared memory was filled with a fixed pattern before every launch (see k3lab/races/planted.py).
+k3lab.races.verdicts.judge reads the rows. runs counts both fills, distinct the results at one of them; outside is the elements outside
+the float64 budget, big those above 1e30, each in the worst run; rate excluded is the rate of deviation that so many equal runs rule out
+with 95% confidence.
 
 ## Verdicts
 
-{table(counts, ["kernel", "verdict", "cases"])}
+{markdown_table(counts)}
 
 ## The planted copy and its twin
 
-{table(planted, [*short, "racecheck"]) if len(planted) else "not run"}
+Their shared memory was filled with a fixed pattern before every launch (k3lab/races/planted.py says why).
 
-{chr(10).join(checks) or "racecheck was not run"}
+{markdown_table(planted[["kernel", *columns, "racecheck"]]) if len(planted) else "not run"}
+
+{chr(10).join(said) or "racecheck was not run"}
 
 ## recompute_w_u
 
-{table(rest, [*short, "excluded_rate"]) if len(rest) else "not run"}
+{markdown_table(rest[[*columns, "rate excluded"]]) if len(rest) else "not run"}
 """
+
+
+def publish(journal: Path, seconds: float, python: str = platform.python_version()) -> None:
+    """Put the rows into one order, whatever the order of arrival, and write the card beside them."""
+    rows = read_journal(journal)
+    order = {name: n for n, name in enumerate(dict.fromkeys(r["input"] for r in rows))}
+    rows.sort(key=lambda r: (r["kernel"], order[r["input"]], config_name(r["config"]), r["fill"]))
+    data = "".join(json.dumps(r, separators=(",", ":")) + "\n" for r in rows)
+    write_text(journal, data)
+    write_text(journal.with_suffix(".md"), card(rows, data.encode(), seconds, python).rstrip() + "\n")
 
 
 def main() -> None:
@@ -135,7 +148,7 @@ def main() -> None:
     part("recompute_w_u", lambda: stage_cases("recompute_w_u", [mixed, capture_input(CAPTURE)], both), RUNS)
     part("size ladder", lambda: stage_cases("recompute_w_u", size_ladder(seed=2)), RUNS)
     checks.join()
-    write_text(args.out / "race_sweep.md", card(journal, where, time.time() - start).rstrip() + "\n")
+    publish(journal, time.time() - start)
     say(f"done: {journal} and its card")
 
 

@@ -45,8 +45,9 @@ def judge(rows: Iterable[Mapping]) -> pd.DataFrame:
                "different rounding between configs" (steady and right, but not the bits that most configs give);
                "no difference"; "skipped: budget" where a fill was not run
     finding    True for a race, memory dependence, a wrong result, a crash, an illegal access or a hang
-    runs       launches over both fills; excluded_rate: see there, None unless every one of them gave the same right bits
-    distinct, deviating, differing, big, nonfinite, outside, first_diff, error, budget: the worst over fills
+    runs       launches over both fills, fill_runs at one of them
+    excluded_rate  of these runs, see there; None unless every one of them gave the same right bits
+    distinct, deviating, differing, big, nonfinite, outside, first_diff, error, budget: at the worse fill
     racecheck  compute-sanitizer's verdict on the same kernel, config and input, where it was asked
     """
     groups: dict[tuple, list[Mapping]] = {}
@@ -77,10 +78,9 @@ def racecheck_words(row: Mapping) -> str:
 def _one(rows: list[Mapping]) -> dict:
     """The verdict of one config on one input from its fills alone."""
     ok = [r for r in rows if r["status"] == "ok"]
-    line = {"verdict": CLEAN, "runs": sum(r["runs"] for r in ok), "distinct": len({h for r in ok for h in r["hashes"]}), "same": None,
+    line = {"verdict": CLEAN, "runs": sum(r["runs"] for r in ok), "fill_runs": max((r["runs"] for r in ok), default=0), "same": None,
             "detail": "; ".join(dict.fromkeys(r["error"] for r in rows if r.get("error")))}  # fmt: skip
-    line |= {k: max((r[k] for r in ok), default=None) for k in ("deviating", "differing", "big", "nonfinite", "outside")}
-    line["distinct"] = max([line["distinct"], *(r["distinct"] for r in ok)])
+    line |= {k: max((r[k] for r in ok), default=None) for k in ("distinct", "deviating", "differing", "big", "nonfinite", "outside")}
     line["first_diff"] = next((r["first_diff"] for r in ok if r["first_diff"]), {})
     worst = max((o for r in ok for o in r["outputs"].values()), key=_share, default={})
     line |= {"error": worst.get("error"), "budget": worst.get("budget"), "excluded_rate": None}
@@ -126,7 +126,8 @@ def _sentence(line: Mapping) -> str:
     verdict, counts = line["verdict"], f"{line['big']} above 1e30, {line['nonfinite']} not finite"
     if verdict == DIFFERS:
         where = ", ".join(f"{n} at {tuple(at)}" for n, at in line["first_diff"].items())
-        apart = f"{line['distinct']} distinct results in {line['runs']} runs, up to {line['differing']} elements apart, first in {where}"
+        apart = f"{line['distinct']} distinct results in {line['fill_runs']} runs at one fill"
+        apart += f", up to {line['differing']} elements apart, first in {where}"
         return f"{verdict}: {apart}; {line['outside']} elements outside the float64 budget, {counts}"
     if verdict in (MEMORY, WRONG):
         return f"{verdict}: {line['outside']} elements outside the float64 budget in each of {line['runs']} runs, {counts}"
