@@ -220,6 +220,10 @@ def main() -> int:
     args = parser.parse_args()
     folder, out = args.folder.resolve(), args.out.resolve()
     # relative, so that no path of this machine gets into a committed output
+    # notebooks run in their own folder; a path of the user's is meant from where make was called
+    for name in ("K3LAB_CAPTURE", "K3LAB_LOG"):
+        if name in os.environ:
+            os.environ[name] = os.path.abspath(os.environ[name])
     os.environ |= {"K3LAB_STATIC": "1", "TRITON_INTERPRET": "1", "K3LAB_OUT": os.path.relpath(out, folder), "JUPYTER_PREFER_ENV_PATH": "1"}
     # on the CPU, also where there is a GPU: committed outputs must not depend on it
     os.environ |= {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}

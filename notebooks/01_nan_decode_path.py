@@ -332,9 +332,10 @@ assert nonfinite.triage_tokens(served["chunk_all", 0.005][one_request].tokens)["
 assert [o.tokens for o in served["chunk_all", 0.0]] == [o.tokens for o in served["split", 0.0]]
 
 # %% [markdown]
-# If undefined rows were *always* NaN (p = 1), nobody could be served by either route: nearly every prompt ends in a ragged chunk. The
+# If undefined rows were *always* NaN (p = 1), hardly anybody could be served by either route: a prompt ends in a ragged chunk unless
+# its length is a multiple of 64. The
 # PR lost some accuracy, not all, so the rows were bad only sometimes. Let p be the chance that the undefined rows of one
-# workgroup are NaN. By `chunk_all` a request is exposed at every mixed step it decodes in; by `split` only at its own prefill.
+# workgroup are NaN. By `chunk_all` a request is exposed at its own ragged prefill and at every mixed step it decodes in; by `split` only at its prefill.
 #
 # Counts below: exact match on held-out problems, 128 requests at a time, each (route, p) served for real; made by
 # `data/measure_accuracy.py`, card in `data/accuracy.md`. The line through the points is measured; "expected" in the table is
@@ -346,7 +347,6 @@ curve = acc.assign(series=acc["route"] + ", " + acc["padding"])
 drop = published[(published["n_shot"] == 5) & (published["filter"] == "flexible-extract")].set_index("run")["exact_match"]
 ratio = drop["before"] / drop["PR"]
 p_drop = accuracy.p_of_ratio(acc, "chunk_all", ratio)
-at_drop = acc[(acc["padding"] != accuracy.NEVER) & (acc["p"] > 0)]
 display(curve[["series", "p", "correct", "total", "rate", "low", "high", "expected"]])
 
 # %%
@@ -366,8 +366,9 @@ print(f"ratio in the PR {drop['before']} / {drop['PR']} = {ratio:.4f}; chunk_all
 print("median exposed workgroups per request:", clean["exposures"].to_dict())
 assert (zero["rate"] > 0.98).all()
 assert clean.loc["chunk_all", "exposures"] > 20 * clean.loc["split", "exposures"]
-inside = acc[(acc["low"] - 0.02 <= acc["expected"]) & (acc["expected"] <= acc["high"] + 0.02)]
-assert len(inside) == len(acc), "a measured rate is away from what its exposure counts predict"
+worst = accuracy.disagreement(acc)
+print(f"measured against expected, all {len(acc)} points: smallest p-value {worst:.2f} after Bonferroni")
+assert worst > 0.05, "a measured rate is away from what its exposure counts predict"
 
 # %% [markdown]
 # **Read it with care.** The mark says: *if* every lost answer came from NaN in undefined rows, and *if* a gsm8k request at

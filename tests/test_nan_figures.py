@@ -88,6 +88,9 @@ def test_accuracy_sums_counts_over_seeds_and_finds_the_p_of_a_ratio(tmp_path):
     assert "soonest on split" in fig.texts[0].get_text().replace("\n", " ")
     with pytest.raises(BadInput, match="ratio"):
         accuracy.p_of_ratio(frame, "split", 0.01)
+    assert accuracy.disagreement(frame) > 0.5
+    off = frame.assign(expected=frame["expected"].where(frame["p"] != 1e-1, 0.9))
+    assert accuracy.disagreement(off) < 1e-6
     with pytest.raises(BadInput, match="chunk_all"):
         accuracy.p_of_ratio(frame, "chunk_all", 0.9)
 

@@ -67,3 +67,15 @@ def p_of_ratio(frame: pd.DataFrame, route: str, ratio: float) -> float:
     if not share.min() <= ratio <= share.max():
         raise BadInput(f"ratio {ratio:.4f} is outside the measured range {share.min():.4f} to {share.max():.4f} of route {route!r}")
     return float(np.exp(np.interp(-ratio, -share, np.log(part["p"].to_numpy()))))
+
+
+def disagreement(frame: pd.DataFrame) -> float:
+    """Smallest two-sided binomial p-value of the measured counts against their expected rates, times the number of rows.
+
+    A sum of unequal chances varies less than the binomial, so a small value means more, never less, than it says.
+    """
+    p = [
+        binomtest(int(c), int(t), min(1.0, max(0.0, e))).pvalue
+        for c, t, e in zip(frame["correct"], frame["total"], frame["expected"], strict=True)
+    ]
+    return min(1.0, len(p) * min(p))
