@@ -54,6 +54,8 @@ from k3lab.races.kernel import COPY_PATHS, copy_path, ttgir_copies
 from k3lab.races.lds import ASSUMPTIONS, analyse
 from k3lab.races.lint import all_rules, lint
 from k3lab.races.matrix import CONFIGS, INPUTS, KEYS, matrix_builds, read_journal, rows_of
+from k3lab.races.sweep import read_journal as read_sweep
+from k3lab.races.verdicts import judge
 
 torch.set_num_threads(min(2, os.cpu_count() or 1))
 print(provenance.versions())
@@ -419,7 +421,44 @@ assert found.empty
 assert unread.empty
 
 # %% [markdown]
-# ## 10 · On your own kernel, and your own cache
+# ## 10 · Repeated runs on a GPU, and a race planted on purpose
+#
+# Where a GPU is at hand, `k3lab sweep` runs every config many times on identical inputs, each config in a process of its own, outputs
+# filled with NaN and with zeros first, and compares hashes with each other *and* values with float64. Below: an H200, Triton 3.6.0
+# (`data/race_sweep.jsonl`, made by `data/make_race_sweep.py`). NVIDIA compiles these copies another way, so for `recompute_w_u` this is
+# a statement about the H200 and not about gfx950.
+#
+# The positive control is the same mistake, planted: a Gluon tile copy whose `wait_group(1)` waits for nothing, beside its
+# `wait_group(0)` twin (`k3lab/races/planted.py`).
+
+# %%
+sweep = judge(read_sweep("../data/race_sweep.jsonl"))
+planted = sweep[sweep["kernel"].str.startswith("planted")].reset_index(drop=True)
+display(planted[["kernel", "config", "input", "verdict", "distinct", "outside", "big", "racecheck"]])
+kernel_runs = sweep[sweep["kernel"] == "recompute_w_u"]
+print(f"recompute_w_u: {len(kernel_runs)} cases of config, padding and input;", kernel_runs["verdict"].value_counts().to_dict())
+print(kernel_runs["sentence"].iloc[0])
+
+# %%
+faulty, twin = planted[planted["kernel"] == "planted_faulty"], planted[planted["kernel"] == "planted_correct"]
+assert (len(faulty), len(twin), len(kernel_runs)) == (7, 7, 63)
+assert (faulty["verdict"] == "differs run to run").all()
+assert (faulty["big"] > 3000).all(), "values above 1e30 at every grid size"
+assert (twin["verdict"] == "no difference").all()
+assert not twin["outside"].any()
+assert (kernel_runs["verdict"] == "no difference").all()
+assert (kernel_runs["runs"] == 100).all()
+assert kernel_runs["excluded_rate"].round(4).eq(0.0295).all()
+racecheck = planted.set_index("kernel")["racecheck"].loc[lambda x: x != ""]
+assert racecheck.to_dict() == {"planted_correct": "0 hazards", "planted_faulty": "4 hazards (0 errors, 4 warnings)"}
+
+# %% [markdown]
+# The sweep names the faulty copy at every grid size, 8 workgroups to 16,384, and clears its twin; compute-sanitizer's racecheck agrees
+# at 8 workgroups. The faulty copy gives thousands of elements above 1e30: a too-weak wait alone is enough for the reported symptom.
+# `recompute_w_u` showed no difference on this card: 63 cases, 100 runs each, which excludes a deviation rate above 2.95% per case with
+# 95% confidence. It does not say that a rarer one is absent.
+#
+# ## 11 · On your own kernel, and your own cache
 #
 # ```bash
 # # any kernel by module or file, no GPU needed; exit status 1 is a race or an uninitialised read
@@ -433,6 +472,9 @@ assert unread.empty
 # # on an AMD machine: what is compiled there now, and which winners were picked
 # python -m k3lab lds ~/.triton/cache
 # python -m k3lab lint ~/.triton/cache server.log --target hip:gfx950 --triton 3.8.0
+#
+# # on any GPU: every config again and again, in processes of its own
+# python -m k3lab sweep --kernel recompute_w_u --runs 100 --journal sweep.jsonl
 # ```
 #
 # In Python: `rows_of(compile_builds([Build(...)])[0])`, then `prune_list(rows)`.
@@ -444,7 +486,7 @@ assert unread.empty
 # | these configs leave LDS reads unordered on gfx950 without `pointer_range` | compiled code of four Triton versions, executed symbolically for one workgroup; controls in section 7; the repro script counts waits on its own and agrees |
 # | the third copy is deleted and the wait still counts it | TTGIR beside assembly, section 4 |
 # | with `pointer_range`, or with asynchronous copies off, everything is ordered | the same |
-# | a race of this kind gives O(1e38) | the bytes fit (sections 1 and 4); not seen with this kernel |
+# | a race of this kind gives O(1e38) | the bytes fit (sections 1 and 4); seen with the planted copy on an H200 (section 10), not with this kernel |
 # | it happened like this on the failing server | **not shown.** Nothing ran on an AMD card, and which copy path that server took is unknown: its image builds ROCm/triton at ba5c1517 with triton PRs 8991 and 9541 picked on top, a build that was not to be had here |
 # | how often an unordered read goes wrong | not said by this analysis: it finds what *can* go wrong in some interleaving |
 # | other shapes, heads or dtypes | not analysed; the loop has two iterations because V / BV = 2 |
