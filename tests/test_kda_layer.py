@@ -153,6 +153,9 @@ def test_undefined_workgroups_follow_their_sequence_through_a_route():
         ({"route": "splits"}, "route"),
         ({"impl": "cuda"}, "impl"),
         ({"padding": "none"}, "padding"),
+        ({"padding": None}, "padding"),
+        ({"padding": {"invers": "nan"}}, "padding: 'invers' is not a stage"),
+        ({"padding": torch.zeros(1, 2, dtype=torch.bool)}, "padding: shape"),
         ({"impl": "reference", "padding": "nan"}, "padding"),
         ({"impl": "triton", "padding": torch.zeros(2, 2, dtype=torch.bool)}, "padding"),
     ],
@@ -160,6 +163,55 @@ def test_undefined_workgroups_follow_their_sequence_through_a_route():
 def test_unknown_names_are_refused(kwargs, named):
     with pytest.raises(BadInput, match=named):
         kda_layer_step(random_call((1, 2), head_dim=64), **kwargs)
+
+
+def test_padding_is_checked_also_where_no_launch_reads_it():
+    """A batch of decodes alone never meets the chunk kernel; a misspelt padding is an error all the same."""
+    with pytest.raises(BadInput, match="padding: 'zeroes'"):
+        kda_layer_step(random_call((1, 1), head_dim=8), "split", padding="zeroes")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"cu_seqlens": [0, 1, 3]}, "cu_seqlens: is a list, expected a tensor"),
+        ({"cu_seqlens": torch.tensor([0, 1, 3], dtype=torch.complex64)}, "cu_seqlens: .*complex64"),
+        ({"k": None}, "k: is a NoneType"),
+        ({"q": torch.empty(3, 2, 8, device="meta")}, "q: is on the meta device"),
+        ({"raw_g": torch.zeros(3, 2, 8).to(torch.float8_e4m3fn)}, "raw_g: dtype torch.float8_e4m3fn"),
+        ({"state_indices": torch.tensor([1.0, float("nan")])}, "state_indices: .*whole numbers"),
+        ({"spec_mask": torch.tensor([0.0, 1.0])}, "spec_mask: "),
+        ({"lower_bound": 5.0}, "lower_bound: 5.0 is not a negative number"),
+        ({"lower_bound": float("nan")}, "lower_bound: nan"),
+        ({"lower_bound": "-5"}, "lower_bound: '-5'"),
+        ({"num_decodes": 1.0}, "num_decodes: 1.0"),
+    ],
+)
+def test_a_malformed_call_is_refused_by_name(change, reason):
+    with pytest.raises(BadInput, match=f"^{reason}"):
+        kda_layer_step(replace(random_call((1, 2), heads=2, head_dim=8), **change))
+
+
+def test_an_empty_axis_is_refused():
+    call = random_call((1, 2), heads=2, head_dim=8)
+    empty = {n: getattr(call, n)[..., :0] for n in ("q", "k", "raw_g", "dt_bias", "initial_state")}
+    with pytest.raises(BadInput, match="H, K and V must be at least 1"):
+        kda_layer_step(replace(call, **empty))
+
+
+@pytest.mark.parametrize("route", ["chunk_all", "split", "gather_split"])
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+@pytest.mark.parametrize(("K", "V"), [(16, 16), (16, 48), (5, 3), (1, 1)])
+def test_any_head_width_with_k_apart_from_v(K, V, layout, route):
+    wide, narrow = (random_call((1, 1, 70), heads=1, head_dim=d) for d in (K, V))
+    state = wide.k.new_tensor(0.3).expand(3, 1, *((V, K) if layout == "vk" else (K, V)))
+    call = replace(
+        wide, v=narrow.v, output_gate=narrow.output_gate, norm_weight=narrow.norm_weight, initial_state=state, state_layout=layout
+    )
+    truth, low = reference.recurrent_kda(call), low_precision_reference(call, torch.float32)
+    result = kda_layer_step(call, route)
+    for name in ("o", "final_state"):
+        assert_within_budget(name, getattr(result, name), truth[name], low[name], torch.float32)
 
 
 def test_split_refuses_a_batch_that_is_not_decode_first():

@@ -87,7 +87,19 @@ def test_zero_padding_equals_no_padding_at_all():
         assert_within_budget("o", whole["o"][rows], truth["o"], alone["o"], torch.float32)
 
 
-@pytest.mark.parametrize("padding", ["zeros", {"output": "NaN"}, torch.zeros(2, 1, dtype=torch.bool)])
+def test_a_wide_gate_bound_does_not_overflow():
+    """A row block splits its exponents at its middle row: 8 rows at -20 would be exp2(231)."""
+    call = random_call((1, 63, 65), head_dim=32, lower_bound=-20.0, decay="strong")
+    truth, low = reference.recurrent_kda(call), low_precision_reference(call, torch.float32)
+    got = stages.chunk_kda(call)
+    for name in ("o", "final_state"):
+        assert_within_budget(name, got[name], truth[name], low[name], torch.float32)
+
+
+@pytest.mark.parametrize(
+    "padding",
+    ["zeros", {"output": "NaN"}, {"outputs": "nan"}, None, torch.zeros(2, 1, dtype=torch.bool), torch.zeros(3, 1), torch.tensor(True)],
+)
 def test_bad_padding_is_refused(padding):
     with pytest.raises(BadInput, match=r"^padding:"):
         stages.chunk_kda(random_call((1, 2), head_dim=64), padding=padding)

@@ -1,5 +1,6 @@
 """One KDA call, checked: the tensors that a layer hands to its kernels."""
 
+import math
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor
 
 from k3lab.errors import BadInput
 
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 STATE_LAYOUTS = ("vk", "kv")  # [N, H, V, K] as vLLM keeps it, [N, H, K, V] as fla does by default
 
 
@@ -114,6 +116,14 @@ class KdaCall:
         def fail(name: str, why: str) -> None:
             raise BadInput(f"{name}: {why}")
 
+        for f in fields(self):
+            x = getattr(self, f.name)
+            if f.type not in (Tensor, Tensor | None) or (x is None and f.type is not Tensor):
+                continue
+            if not isinstance(x, Tensor):
+                fail(f.name, f"is a {type(x).__name__}, expected a tensor")
+            if x.device.type == "meta":
+                fail(f.name, "is on the meta device, which holds no values")
         if self.state_layout not in STATE_LAYOUTS:
             fail("state_layout", f"{self.state_layout!r} is not one of {STATE_LAYOUTS}")
         if self.q.dim() != 3:
@@ -122,6 +132,8 @@ class KdaCall:
         if self.v.dim() != 3:
             fail("v", f"shape {tuple(self.v.shape)}, expected [T, H, V]")
         vv = self.v.shape[2]
+        if not (h and kk and vv):
+            fail("q, v", f"shapes {tuple(self.q.shape)}, {tuple(self.v.shape)}; H, K and V must be at least 1")
         n = self.num_sequences
         expected = {
             "k": (t, h, kk), "v": (t, h, vv), "raw_g": (t, h, kk), "raw_beta": (t, h), "A_log": (h,), "dt_bias": (h, kk),
@@ -135,12 +147,16 @@ class KdaCall:
                 fail(name, f"shape {tuple(x.shape)}, expected {list(shape)} from q {tuple(self.q.shape)} and cu_seqlens of {n} sequences")
         for name in ("q", "k", "v", "raw_g", "raw_beta", "A_log", "dt_bias", "initial_state", "output_gate", "norm_weight"):
             x = getattr(self, name)
-            if x is not None and not x.is_floating_point():
-                fail(name, f"dtype {x.dtype}, expected a floating type")
+            if x is not None and x.dtype not in FLOATS:
+                fail(name, f"dtype {x.dtype}, expected float16, bfloat16, float32 or float64")
+        for name in ("cu_seqlens", "state_indices", "num_accepted_tokens", "has_initial_state", "spec_mask"):
+            x = getattr(self, name)
+            if x is not None and (x.is_floating_point() or x.is_complex()):
+                fail(name, f"shape {tuple(x.shape)} dtype {x.dtype}, expected whole numbers (masks: bool)")
         if not (self.q.dtype == self.k.dtype == self.v.dtype):
             fail("q, k, v", f"dtypes {self.q.dtype}, {self.k.dtype}, {self.v.dtype} differ")
         cu = self.cu_seqlens
-        if cu.dim() != 1 or cu.is_floating_point() or cu.dtype == torch.bool:
+        if cu.dim() != 1 or cu.dtype == torch.bool:
             fail("cu_seqlens", f"shape {tuple(cu.shape)} dtype {cu.dtype}, expected [N + 1] integers")
         c = cu.long().cpu()
         if n < 1 or int(c[0]) != 0 or int(c[-1]) != t:
@@ -148,6 +164,9 @@ class KdaCall:
         if bool((c.diff() <= 0).any()):
             i = int((c.diff() <= 0).nonzero()[0])
             fail("cu_seqlens", f"sequence {i} has {int(c[i + 1] - c[i])} tokens; every sequence needs at least one")
-        if not 0 <= self.num_decodes <= n:
-            fail("num_decodes", f"{self.num_decodes} is outside 0..{n}")
+        if not isinstance(self.num_decodes, int) or not 0 <= self.num_decodes <= n:
+            fail("num_decodes", f"{self.num_decodes!r} is not a whole number in 0..{n}")
+        bound = self.lower_bound
+        if bound is not None and not (isinstance(bound, float | int) and math.isfinite(bound) and bound < 0):
+            fail("lower_bound", f"{bound!r} is not a negative number (natural log); None is the gate without a bound")
         return self

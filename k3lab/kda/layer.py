@@ -107,6 +107,7 @@ def kda_layer_step(call: KdaCall, route: str = "split", impl: str = "torch", pad
     if isinstance(padding, Tensor) and impl != "torch":
         raise BadInput(f'padding: a tensor needs impl="torch", not {impl!r}')
     call.check()
+    stages.check_padding(padding, call.num_sequences, call.q.shape[1])
     launches = []
     o = final = states = None
     for kernel, sequences in plan(call, route):

@@ -37,6 +37,7 @@ PADDINGS = ("undefined", "zero", "nan")
 Padding = str | Mapping[str, str] | Tensor
 
 RCP_LN2 = 1.4426950408889634  # natural log to log2 units
+LOWEST_BOUND = -10.0  # half a row block may reach exp2(8 * 10 / ln 2) = 2^115 in float32; a lower bound is taken pair by pair
 
 
 def chunk_index(cu_seqlens: Tensor) -> Tensor:
@@ -54,6 +55,21 @@ def padding_of(padding: Padding, stage: str) -> str:
     if name not in PADDINGS:
         raise BadInput(f"padding: {name!r} is not one of {PADDINGS}")
     return name
+
+
+def check_padding(padding: Padding, sequences: int, heads: int) -> None:
+    """Raise BadInput unless padding is a name, a mapping stage -> name, or a bool tensor [sequences, heads]."""
+    if isinstance(padding, Tensor):
+        if tuple(padding.shape) != (sequences, heads) or padding.dtype != torch.bool:
+            raise BadInput(f"padding: shape {tuple(padding.shape)} dtype {padding.dtype}, expected bool [N, H] = {[sequences, heads]}")
+        return
+    if not isinstance(padding, str | Mapping):
+        raise BadInput(f"padding: {padding!r} is neither one of {PADDINGS} nor a mapping from stage to one of them")
+    unknown = [] if isinstance(padding, str) else [s for s in padding if s not in STAGES]
+    if unknown:
+        raise BadInput(f"padding: {unknown[0]!r} is not a stage; the stages are {', '.join(STAGES)}")
+    for stage in STAGES:
+        padding_of(padding, stage)
 
 
 class Tiles:
@@ -107,7 +123,8 @@ def intra(tiles: Tiles, q_n: Tensor, k_n: Tensor, g: Tensor, beta: Tensor, bound
     """Aqk [T, H, 64] in the dtype of q_n, scaled, and Akk [T, H, 64] in acc, beta applied; both masked by a select.
 
     Off the diagonal the exponents are split at the first row of the row block, so both are <= 0. On the diagonal they are
-    split at row min(8, n - 1) when the gate is bounded (at most 8 rows * |lower_bound|), else taken pair by pair.
+    split at row min(8, n - 1) when the gate is bounded (at most 8 rows * |lower_bound|), else, or below LOWEST_BOUND, taken
+    pair by pair.
     """
     q, k, G = (tiles.load(x, acc) for x in (q_n, k_n, g))
     shape = (*q.shape[:2], CHUNK, CHUNK)
@@ -236,8 +253,7 @@ def chunk_kda(call: KdaCall, padding: Padding = "zero", progress: Callable[[str]
     them, except g, Akk, beta and final_state. States are [N, H, V, K]. Raises BadInput for a malformed call or padding.
     """
     call.check()
-    if isinstance(padding, Tensor) and tuple(padding.shape) != (call.num_sequences, call.q.shape[1]):
-        raise BadInput(f"padding: shape {tuple(padding.shape)}, expected [N, H] = {[call.num_sequences, call.q.shape[1]]}")
+    check_padding(padding, call.num_sequences, call.q.shape[1])
     acc = torch.float64 if call.q.dtype == torch.float64 else torch.float32
     tiles = Tiles(call.cu_seqlens)
     out = prepare(call, acc)
@@ -249,7 +265,8 @@ def chunk_kda(call: KdaCall, padding: Padding = "zero", progress: Callable[[str]
 
     q_n, k_n, beta = out["q_n"], out["k_n"], out["beta"]
     out["g"] = g = gate_cumsum(begin("gate_cumsum"), call, acc)
-    out["Aqk"], out["Akk"] = intra(begin("intra"), q_n, k_n, g, beta, call.lower_bound is not None, acc)
+    bounded = call.lower_bound is not None and call.lower_bound >= LOWEST_BOUND
+    out["Aqk"], out["Akk"] = intra(begin("intra"), q_n, k_n, g, beta, bounded, acc)
     out["A"] = inverse(begin("inverse"), out["Akk"], call.q.dtype, acc)
     out["w"], out["u"], out["kg"] = recompute_w_u(begin("recompute_w_u"), k_n, call.v, beta, out["A"], g, acc)
     start = call.state_vk()
