@@ -67,8 +67,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _complain(message: object) -> int:
-    print("k3lab:", " ".join(str(message).split()), file=sys.stderr)
+    print("k3lab:", " ".join(_shown(message).split()), file=sys.stderr)
     return 2
+
+
+def _shown(text: object) -> str:
+    """Text of a file as it may go to a terminal: control characters and lone surrogates escaped."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in str(text))
 
 
 def _print_json(value: object) -> None:
@@ -104,12 +109,16 @@ def _files(arguments: list[str]) -> list[Path]:
     files: list[Path] = []
     for argument in arguments:
         path = Path(argument)
-        if path.is_dir():
+        try:
+            folder, found = path.is_dir(), path.exists()
+        except OSError as e:
+            raise BadInput(f"{argument}: cannot be read: {e.strerror}") from e
+        if folder:
             inside = sorted(path.rglob("*.safetensors"))
             if not inside:
                 raise BadInput(f"{path}: the folder holds no .safetensors file")
             files += inside
-        elif path.exists():
+        elif found:
             files.append(path)
         else:
             files += [Path(p) for p in sorted(glob.glob(argument, recursive=True)) if Path(p).is_file()] or [path]
@@ -132,8 +141,9 @@ def _check(args: argparse.Namespace) -> int:
         if any(f["severity"] != "note" for f in findings):
             status = max(status, 1)
         if not args.json:
-            print(f"{path}: {capture.kind}, {_count(findings)}")
+            print(_shown(f"{path}: {capture.kind}, {_count(findings)}"))
             for f in findings:
+                f = {key: " ".join(_shown(value).split()) for key, value in f.items()}
                 print(f"  {f['severity']}: {f['tensor']}{' ' * bool(f['where'])}{f['where']}: {f['finding']}")
                 print(f"    {f['what_to_do']}")
     if args.json:

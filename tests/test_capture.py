@@ -209,7 +209,25 @@ def write_newer(path):
     save_file({"q": torch.ones(1)}, path, metadata={"format_version": str(FORMAT_VERSION + 1), "kind": "kda"})
 
 
+def write_header(text):
+    return lambda p: p.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
+
+
+ONE = b'"q":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
 FILES = {
+    "pipe": (os.mkfifo, "is a pipe or a device"),
+    "name twice": (write_header(b'{"__metadata__":{"format_version":"1"},' + ONE + b"," + ONE + b"}"), "holds 'q' more than once"),
+    "key twice": (
+        write_header(b'{"__metadata__":{"format_version":"1","kind":"kda","kind":"call"},' + ONE + b"}"),
+        "holds 'kind' more than once",
+    ),
+    "not UTF-8": (write_header(b'{"__metadata__":{"format_version":"1","model":"\xff"},' + ONE + b"}"), "damaged"),
+    "size overflows": (write_header(b'{"q":{"dtype":"F32","shape":[9223372036854775807,4],"data_offsets":[0,4]}}'), "damaged"),
+    "header of 2^64 bytes": (lambda p: p.write_bytes(b"\xff" * 8 + b"{}"), "is not a safetensors file"),
+    "endless value": (
+        lambda p: save_file({"q": torch.ones(1)}, p, metadata={"format_version": "1", "layer": "9" * 5000}),
+        "layer: '999999999999...",
+    ),
     "missing": (lambda p: None, "no such file"),
     "folder": (lambda p: p.mkdir(), "is a folder"),
     "empty": (lambda p: p.write_bytes(b""), "is empty"),
@@ -236,6 +254,18 @@ def test_a_bad_file_is_one_clear_error(tmp_path, monkeypatch, case):
     assert str(path) in str(e.value)
     assert reason in str(e.value)
     assert not (tmp_path / "owned").exists()
+
+
+def test_what_does_not_fit_into_memory_is_said(tmp_path, monkeypatch):
+    """Not called damaged: the file may be sound."""
+    path = Capture.from_call(small_call()).save(tmp_path / "a.safetensors")
+
+    def refuse(*args, **kwargs):
+        raise RuntimeError("unable to mmap 99 bytes: Cannot allocate memory (12)")
+
+    monkeypatch.setattr("k3lab.capture.format.safe_open", refuse)
+    with pytest.raises(BadInput, match="do not fit into memory"):
+        Capture.load(path)
 
 
 def edit(tensors=None, drop=(), **metadata):

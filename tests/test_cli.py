@@ -141,6 +141,35 @@ def test_bad_input_is_one_line_that_names_the_file(capsys, tmp_path):
     assert_bad_input(run(capsys, "check", tmp_path / "empty"), "empty", "no .safetensors file")
 
 
+def test_a_name_too_long_for_a_file_is_bad_input(capsys):
+    for command in ("check", "nan"):
+        assert_bad_input(run(capsys, command, "a" * 300), "File name too long")
+
+
+def test_text_of_a_file_cannot_steer_the_terminal(capsys, tmp_path):
+    """Names and values of a capture are untrusted: escape sequences and newlines are shown, not sent."""
+    path = tmp_path / "a.safetensors"
+    Capture({"q\x1b[31m\nX": torch.tensor([float("nan")])}, {"kind": "call"}).save(path)
+    status, out, _ = run(capsys, "check", path)
+    assert status == 1
+    assert "\x1b" not in out
+    assert "error: q\\x1b[31m X" in out
+    _, _, err = run(capsys, "check", tmp_path / "\x1b[31m")
+    assert "\x1b" not in err
+
+
+def test_check_looks_at_any_dtype_that_a_file_can_hold(capsys, tmp_path):
+    """Packed, unsigned and 8-bit types have no arithmetic in torch; the doctor reports, it does not fall over."""
+    tensors = {"arg.fp8": torch.tensor([1.0, float("nan")]).to(torch.float8_e4m3fn), "arg.mx": torch.zeros(4, dtype=torch.uint8)}
+    tensors["arg.mx"] = tensors["arg.mx"].view(torch.float4_e2m1fn_x2)
+    tensors |= {"token_ids": torch.arange(9).to(torch.uint32)}
+    Capture(tensors, {"kind": "call"}).save(tmp_path / "a.safetensors")
+    status, out, _ = run(capsys, "check", tmp_path / "a.safetensors")
+    assert status == 1
+    assert "error: arg.fp8" in out
+    assert "note: arg.mx: dtype torch.float4_e2m1fn_x2 is not looked into" in out
+
+
 def test_nan_tells_exposed_from_observed(capsys, captures):
     """The recorded outputs are right, so this is clean, although NaN padding would reach sequences."""
     status, report = run_json(capsys, "nan", captures / "ok.safetensors")

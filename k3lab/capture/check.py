@@ -16,7 +16,7 @@ from torch import Tensor
 
 from k3lab.capture.format import REQUIRED, TENSORS, Capture, is_integer, starting_slots
 from k3lab.errors import BadInput
-from k3lab.kda.call import KdaCall
+from k3lab.kda.call import FLOATS, KdaCall
 from k3lab.kda.reference import recurrent_kda
 from k3lab.shapes import CHUNK
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 SEVERITIES = ("error", "warning", "note")
 PER_TOKEN = {"q": 3, "k": 3, "v": 3, "raw_g": 3, "raw_beta": 2, "output_gate": 3, "g": 3, "beta": 2, "o": 3}
 PROVENANCE = ("model", "layer", "step", "engine", "engine_version", "git_commit", "tp_rank", "tp_size")
+FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
 TAIL = 8  # equal ids at the end of a stream, or repeats of a cycle times its period, before it counts as a loop
 STATE_TOKENS = 64  # longest sequence on which the state layout is tried out
 
@@ -73,7 +74,11 @@ def _finite(c: Capture) -> Iterator[Finding]:
     for name, x in c.tensors.items():
         if not x.is_floating_point() or x.numel() == 0:
             continue
-        x = x.float() if x.element_size() == 1 else x
+        if x.dtype not in FLOATS:
+            if x.element_size() == 1 and x.dtype not in FP8:
+                yield Finding("note", name, "", f"dtype {x.dtype} is not looked into", "record it before it is packed")
+                continue
+            x = x.float()
         bad = ~torch.isfinite(x)
         if not bad.any():
             continue
@@ -368,7 +373,7 @@ def _token_ids(c: Capture) -> Iterator[Finding]:
         what = f"ends in {length} tokens of id {tail[0]}" if period == 1 else f"ends in {length} tokens of the cycle {tail}"
         do = "argmax over NaN gives one id for ever (0 in vLLM, 163839 in SGLang); other loops inflate acceptance and repeat rows"
         yield Finding("warning", "token_ids", f"sequence {n}", what, do)
-    negative = (ids < 0).nonzero().flatten()
+    negative = (ids.long() < 0).nonzero().flatten()
     if len(negative):
         what = f"{len(negative)} ids are negative: placeholders, not tokens"
         yield Finding("note", "token_ids", f"first at {int(negative[0])}", what, "record the ids after sampling")

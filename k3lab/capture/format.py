@@ -9,7 +9,11 @@ that the recorder could not place, and expected); a newer format version is refu
 
 import json
 import os
+import reprlib
+import stat
 import uuid
+from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 FORMAT_VERSION = 1
+HEADER_LIMIT = 100_000_000  # bytes; safetensors refuses a longer header
 GATE_BASES = ("natural", "log2")
 STREAMS = ("prefix", "mixture", "embedding", "output")
 VLLM_MODES = {"prefix_only": "prefix", "attn_res_stream": "mixture"}  # words of its "aux hidden capture" log line
@@ -105,7 +110,7 @@ class Capture:
         version = metadata["format_version"]
         if isinstance(version, int) and version > FORMAT_VERSION:
             raise BadInput(f"{path}: format_version {version} is newer than {FORMAT_VERSION}, which this k3lab reads; update k3lab")
-        _check_metadata(str(path), metadata)
+        check_metadata(str(path), metadata)
         return cls(tensors, metadata, path)
 
     def save(self, path: str | os.PathLike) -> Path:
@@ -116,7 +121,7 @@ class Capture:
         """
         path = Path(path)
         metadata = {"kind": "call", **self.metadata, "format_version": FORMAT_VERSION}
-        _check_metadata(str(path), metadata)
+        check_metadata(str(path), metadata)
         if not path.parent.is_dir():
             raise BadInput(f"{path}: folder {path.parent} does not exist")
         plain, storages = {}, set()
@@ -156,7 +161,7 @@ class Capture:
             "has_norm": call.norm_weight is not None, "format_version": FORMAT_VERSION,
         }  # fmt: skip
         about |= {key: value for key, value in metadata.items() if not isinstance(value, Tensor)}
-        _check_metadata("capture", about)
+        check_metadata("capture", about)
         return cls(tensors, about)
 
     def kda_call(self, device: str | torch.device | None = None) -> KdaCall:
@@ -210,7 +215,7 @@ class Capture:
         if "o" in out and out["o"].dim() == 4:
             out["o"] = out["o"].flatten(0, 1)
         if self.metadata.get("state_layout") == "kv":
-            out |= {n: out[n].transpose(-1, -2).contiguous() for n in ("final_state", "token_states") if n in out}
+            out |= {n: x.transpose(-1, -2).contiguous() for n, x in out.items() if n != "o" and x.dim() > 1}
         return out
 
     def check(self) -> "pd.DataFrame":
@@ -323,7 +328,7 @@ def _hidden_states(path: Path, tensors: dict[str, Tensor], raw: dict[str, str], 
     elif states.dim() != 3 or shape[0] != count:
         raise BadInput(f"{path}: hidden_states: shape {shape}, expected [{count}, taps, hidden] for the {count} ids in token_ids")
     metadata |= {"kind": "hidden_states", "dtype": _dtype(states), "format_version": FORMAT_VERSION}
-    _check_metadata(str(path), metadata)
+    check_metadata(str(path), metadata)
     layers = metadata.get("layer_ids")
     if layers is not None and len(layers) != states.shape[1]:
         raise BadInput(f"{path}: layer_ids {layers} name {len(layers)} taps, hidden_states has {states.shape[1]}")
@@ -347,21 +352,45 @@ def _sidecar(path: Path, sidecar: str | os.PathLike | None) -> dict[str, Any]:
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors and raw metadata of a safetensors file, or BadInput that says what the file is instead."""
-    if path.is_dir():
-        raise BadInput(f"{path}: is a folder, expected a .safetensors file")
-    if not path.exists():
-        raise BadInput(f"{path}: no such file")
     try:
-        size = path.stat().st_size
+        status = path.stat()
+        size = status.st_size
+        if stat.S_ISDIR(status.st_mode):
+            raise BadInput(f"{path}: is a folder, expected a .safetensors file")
+        if not stat.S_ISREG(status.st_mode):
+            raise BadInput(f"{path}: is a pipe or a device, expected a .safetensors file")
         if size == 0:
             raise BadInput(f"{path}: the file is empty")
+        _unique_keys(path, size)
         with safe_open(path, framework="pt", device="cpu") as f:
             # a clone owns its memory: a mapped tensor would die with the process if the file were truncated later
             return {name: f.get_tensor(name).clone() for name in f.keys()}, f.metadata() or {}  # noqa: SIM118 (safe_open is no dict)
+    except FileNotFoundError as e:
+        raise BadInput(f"{path}: no such file") from e
     except OSError as e:
         raise BadInput(f"{path}: cannot be read: {e}") from e
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as e:
+        if "memory" in str(e).lower():
+            raise BadInput(f"{path}: {size} bytes do not fit into memory; record fewer tokens or layers in one capture ({e})") from e
         raise BadInput(f"{path}: {_what_it_is(path, size)} ({e})") from e
+
+
+def _unique_keys(path: Path, size: int) -> None:
+    """Raise BadInput if a key stands twice in the header: the format forbids it, and readers differ in which one they keep."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        twice = [key for key, n in Counter(key for key, _ in pairs).items() if n > 1]
+        if twice:
+            raise BadInput(f"{path}: the header holds {twice[0]!r} more than once; write the file again, each name once")
+        return dict(pairs)
+
+    with path.open("rb") as f:
+        length = int.from_bytes(f.read(8), "little")
+        if length > min(size, HEADER_LIMIT):
+            return  # safetensors refuses it
+        header = f.read(length)
+    with suppress(ValueError, RecursionError):  # not JSON: safetensors says why
+        json.loads(header, object_pairs_hook=unique)
 
 
 def _what_it_is(path: Path, size: int) -> str:
@@ -370,11 +399,11 @@ def _what_it_is(path: Path, size: int) -> str:
         head = f.read(16)
     if head.startswith(b"PK\x03\x04") or (head[:1] == b"\x80" and head[1:2] in b"\x02\x03\x04\x05"):
         return (
-            "is a pickle or a torch.save archive, which is refused because loading one can execute code; convert it where you trust "
-            "it: Capture(torch.load(path, weights_only=True), {'kind': 'kda', ...}).save('x.safetensors')"
+            "is a pickle or an archive (torch.save, npz), which is refused because loading one can execute code; convert it where you "
+            "trust it: Capture(torch.load(path, weights_only=True), {'kind': 'kda', ...}).save('x.safetensors')"
         )
     header = int.from_bytes(head[:8], "little") if len(head) >= 8 else size
-    if head[8:9] == b"{" and header <= 100_000_000:
+    if head[8:9] == b"{" and header <= HEADER_LIMIT:
         return f"is a truncated or damaged safetensors file of {size} bytes; was it copied while being written?"
     return f"is not a safetensors file ({size} bytes, beginning {head[:8].hex(' ')})"
 
@@ -401,7 +430,7 @@ def _decode(value: str) -> Any:
         return value
 
 
-def _check_metadata(where: str, metadata: dict[str, Any]) -> None:
+def check_metadata(where: str, metadata: dict[str, Any]) -> None:
     """Raise BadInput for the first known key whose value has a wrong type or is not one of its choices."""
     for key, value in metadata.items():
         expected = METADATA.get(key)
@@ -409,14 +438,14 @@ def _check_metadata(where: str, metadata: dict[str, Any]) -> None:
             expected = expected | int
         if expected is not None and (not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool)):
             name = getattr(METADATA[key], "__name__", METADATA[key])
-            raise BadInput(f"{where}: metadata {key}: {value!r} is not of type {name}")
+            raise BadInput(f"{where}: metadata {key}: {reprlib.repr(value)} is not of type {name}")
         if key in _CHOICES and value not in _CHOICES[key]:
-            raise BadInput(f"{where}: metadata {key}: {value!r} is not one of {', '.join(_CHOICES[key])}")
+            raise BadInput(f"{where}: metadata {key}: {reprlib.repr(value)} is not one of {', '.join(_CHOICES[key])}")
         try:
             json.dumps(value)
         except (TypeError, ValueError) as e:
-            raise BadInput(f"{where}: metadata {key}: {value!r} cannot be written as JSON") from e
+            raise BadInput(f"{where}: metadata {key}: {reprlib.repr(value)} cannot be written as JSON") from e
     streams = metadata.get("stream", [])
     for stream in [streams] if isinstance(streams, str) else streams:
         if stream not in STREAMS:
-            raise BadInput(f"{where}: metadata stream: {stream!r} is not one of {', '.join(STREAMS)}")
+            raise BadInput(f"{where}: metadata stream: {reprlib.repr(stream)} is not one of {', '.join(STREAMS)}")
