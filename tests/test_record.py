@@ -5,10 +5,12 @@ import multiprocessing
 import os
 import sys
 import textwrap
+import threading
 from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from k3lab.capture import Capture, record, record_from_env
 from k3lab.errors import BadInput
@@ -455,6 +457,95 @@ def test_a_method_can_be_recorded(engine, out):
 def test_a_wrong_target_is_refused(engine, out, target, reason):
     with pytest.raises(BadInput, match=reason):
         record(target.format(engine.__name__), out)
+
+
+def test_a_bound_method_of_an_object_is_called_as_before_and_put_back(engine, out):
+    """The wrapper of module:object.method must not lose self, and stop() leaves no attribute that was not there."""
+    engine.layer = engine.Layer()
+    handle = record(f"{engine.__name__}:layer.forward", out)
+    assert torch.equal(engine.layer.forward(torch.ones(2)), torch.full((2,), 2.0))
+    assert len(handle.written) == 1
+    handle.stop()
+    handle.stop()
+    assert vars(engine.layer) == {}
+
+    class Derived(engine.Layer):
+        pass
+
+    engine.Derived = Derived
+    record(f"{engine.__name__}:Derived.forward", out).stop()
+    assert "forward" not in vars(Derived)
+
+
+def test_a_name_that_the_module_makes_on_demand_can_be_recorded(engine, out):
+    """Engines import lazily through a module's __getattr__."""
+
+    def on_demand(name):
+        if name != "lazy":
+            raise AttributeError(name)
+        return lambda x: x + 1
+
+    engine.__getattr__ = on_demand
+    handle = record(f"{engine.__name__}:lazy", out)
+    engine.lazy(torch.ones(1))
+    assert len(handle.written) == 1
+    handle.stop()
+    assert "lazy" not in vars(engine)
+
+
+def test_threads_share_the_bounds(engine, out):
+    """Eight threads in the call at once write max_calls files, not one more."""
+    barrier = threading.Barrier(8)
+
+    def attend(x):
+        barrier.wait(30)
+        return x
+
+    engine.attend = attend
+    handle = record(f"{engine.__name__}:attend", out, max_calls=3)
+    inside = engine.attend
+    threads = [threading.Thread(target=inside, args=(torch.ones(2),)) for _ in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(handle.written) == len(files(out)) == 3
+    assert handle.error is None
+
+
+def test_shape_only_passes_go_through_unrecorded(engine, out):
+    """Meta tensors and the fake ones of torch.export hold nothing to record, and must not end the recording."""
+    handle = record(f"{engine.__name__}:attend", out)
+    engine.step(torch.ones(2, device="meta"))
+    with FakeTensorMode():
+        engine.step(torch.ones(2))
+    assert (handle.skipped, handle.error, handle.active) == (2, None, True)
+    engine.step(torch.ones(2))
+    assert len(handle.written) == 1
+    handle.stop()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"max_calls": "3"}, "max_calls='3'"), ({"every": 1.5}, "every=1.5"), ({"layer": "3"}, "metadata layer: '3'"), ({"x": {1}}, "JSON")],
+)
+def test_options_of_a_wrong_type_are_refused_before_a_server_runs(engine, out, options, reason):
+    original = engine.attend
+    with pytest.raises(BadInput, match=reason):
+        record(f"{engine.__name__}:attend", out, **options)
+    assert engine.attend is original
+
+
+def test_a_module_that_fails_at_import_is_bad_input(tmp_path, out, monkeypatch):
+    (tmp_path / "needs_gpu.py").write_text("raise RuntimeError('no device')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for target, reason in (
+        ("needs_gpu:f", "no device"),
+        ("..engine:f", "cannot import"),
+        ("builtins:int.bit_length", "cannot be replaced"),
+    ):
+        with pytest.raises(BadInput, match=reason):
+            record(target, out)
 
 
 def test_wrong_options_are_refused(engine, out, tmp_path):

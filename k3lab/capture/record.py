@@ -13,6 +13,7 @@ import itertools
 import os
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k3lab.capture.format import TENSORS, Capture, starting_slots
+from k3lab.capture.format import TENSORS, Capture, check_metadata, starting_slots
 from k3lab.errors import BadInput
 
 ARGUMENTS = {name: name for kind in ("kda", "attn_res") for name in TENSORS[kind]} | {
@@ -48,7 +49,7 @@ class Recorder:
     """The handle of one recorded callable; see record().
 
     written    files of this process, in order            bytes   tensor bytes written so far
-    skipped    calls passed through during graph capture   error   why recording stopped, if it failed
+    skipped    calls passed through: graph capture, shapes only   error   why recording stopped, if it failed
     active     False once stopped, full or failed
     """
 
@@ -62,18 +63,28 @@ class Recorder:
         self._owner, self._name, self.original = _resolve(target)
         self._metadata = _origin(target) | metadata
         self._calls, self._numbers = itertools.count(), itertools.count()
+        self._lock = threading.RLock()  # threads of one engine share the bounds
+        self._inherited = self._name not in getattr(self._owner, "__dict__", {})
         try:
             self._signature = inspect.signature(self.original)
         except (TypeError, ValueError):  # builtins and some extension functions have none
             self._signature = None
         self._wrapper = self._wrap()
-        setattr(self._owner, self._name, self._wrapper)
+        try:
+            setattr(self._owner, self._name, self._wrapper)
+        except (AttributeError, TypeError) as e:
+            raise BadInput(f"{target}: cannot be replaced ({e}); record a Python function that calls it") from e
 
     def stop(self) -> None:
         """Put the original function back. Safe to call twice, and from another thread."""
         self.active = False
-        if inspect.getattr_static(self._owner, self._name, None) is self._wrapper:
-            setattr(self._owner, self._name, self.original)
+        with self._lock:
+            if getattr(self._owner, "__dict__", {}).get(self._name) is not self._wrapper:
+                return
+            if self._inherited:
+                delattr(self._owner, self._name)
+            else:
+                setattr(self._owner, self._name, self.original)
 
     def _wrap(self) -> Callable:
         original = self.original
@@ -92,7 +103,9 @@ class Recorder:
             before = self._guarded(self._before, args, kwargs)
             result = original(*args, **kwargs)
             if before is not None and self.active:
-                self._guarded(self._after, call, *before, result)
+                with self._lock:
+                    if self.active:
+                        self._guarded(self._after, call, *before, result)
             return result
 
         recorded.k3lab_recorder = self
@@ -162,6 +175,9 @@ class Recorder:
             elif value is None or isinstance(value, (bool, int, float, str)):
                 metadata[f"arg.{name}"] = value
         metadata |= _conventions(named, self._metadata)
+        if any(x.layout == torch.strided and x.untyped_storage().device.type == "meta" for x in live.values()):
+            self.skipped += 1  # a shape-only pass: meta tensors, or the fake ones of torch.export and torch.compile
+            return None
         _unpack(live)
         inputs = {n: x for n, x in live.items() if n not in RESULTS}
         slots = _used_slots(live)
@@ -244,8 +260,12 @@ def record(
     counted from the leading sequences of one token.
     Raises BadInput if the target cannot be found or wrapped, or `out` cannot be created.
     """
-    if max_calls < 1 or max_bytes < 1 or every < 1 or skip < 0:
-        raise BadInput(f"max_calls={max_calls}, max_bytes={max_bytes}, every={every} must be at least 1 and skip={skip} at least 0")
+    numbers = (max_calls, max_bytes, every, skip)
+    if not all(isinstance(n, int) for n in numbers) or min(numbers[:3]) < 1 or skip < 0:
+        raise BadInput(
+            f"max_calls={max_calls!r}, max_bytes={max_bytes!r}, every={every!r} must be whole numbers of at least 1 and skip={skip!r} of "
+            "at least 0"
+        )
     out = Path(out)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -253,6 +273,7 @@ def record(
         raise BadInput(f"{out}: cannot be used as the folder for captures: {e}") from e
     if engine is not None:
         metadata = {"engine": engine, **metadata}
+    check_metadata(f"record({target!r})", metadata)  # now, not at the first call in a server
     return Recorder(target, out, max_calls, max_bytes, arguments or {}, every, skip, metadata)
 
 
@@ -283,7 +304,7 @@ def record_from_env() -> list[Recorder]:
     handles = []
     for target in targets:
         owner, name = _locate(target)
-        running = getattr(inspect.getattr_static(owner, name), "k3lab_recorder", None)
+        running = getattr(getattr(owner, name), "k3lab_recorder", None)
         handles.append(running or record(target, out, **options))
     return handles
 
@@ -295,8 +316,8 @@ def _locate(target: str) -> tuple[Any, str]:
         raise BadInput(f"{target!r} is not of the form module:function")
     try:
         owner = importlib.import_module(module_name)
-    except ImportError as e:
-        raise BadInput(f"{target}: cannot import {module_name}: {e}") from e
+    except Exception as e:  # whatever the module does at import, such as asking for a GPU
+        raise BadInput(f"{target}: cannot import {module_name}: {type(e).__name__}: {e}") from e
     *parents, name = path.split(".")
     for part in parents:
         owner = getattr(owner, part, None)
@@ -307,7 +328,8 @@ def _locate(target: str) -> tuple[Any, str]:
 
 def _resolve(target: str) -> tuple[Any, str, Callable]:
     owner, name = _locate(target)
-    original = inspect.getattr_static(owner, name)
+    # from a class the plain function, from an instance the bound method, from a module also what its __getattr__ makes
+    original = inspect.getattr_static(owner, name) if inspect.isclass(owner) else getattr(owner, name)
     if hasattr(original, "k3lab_recorder"):
         raise BadInput(f"{target}: is being recorded already; stop() that recorder first")
     if not callable(original) or hasattr(original, "__getitem__"):  # a Triton kernel is launched as kernel[grid]
