@@ -12,10 +12,10 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from k3lab.capture.format import Capture
+from k3lab.capture.format import Capture, is_integer
 from k3lab.errors import BadInput
 from k3lab.kda import reference, stages
-from k3lab.kda.call import KdaCall
+from k3lab.kda.call import FLOATS, KdaCall
 from k3lab.kda.layer import Launch, StepResult, kda_layer_step
 from k3lab.shapes import CHUNK
 from k3lab.testing import error_budget, low_precision_reference, random_call
@@ -120,15 +120,15 @@ def _find(launch: Launch, stage: str, name: str, x: Tensor, layer: int) -> tuple
         return None, []
     sequence, row = _row_places(launch, name, x)
     lengths = dict(zip(launch.sequences, launch.call.lengths.tolist(), strict=True))
-    by_row = bad.flatten(1).any(1)
+    per_row = bad.flatten(1).sum(1)
+    by_row = per_row > 0
+    hit, group = sequence[by_row].unique(return_inverse=True)
+    values = torch.zeros_like(hit).index_add_(0, group, per_row[by_row])
+    first_row = torch.zeros_like(hit).scatter_reduce_(0, group, row[by_row], "amin", include_self=False)
     counts = [
-        {
-            "stage": stage, "tensor": name, "sequence": n, "length": lengths[n],
-            "values": int(bad[sequence == n].sum()), "rows": int(by_row[sequence == n].sum()),
-            "first_row": int(row[(sequence == n) & by_row].min()),
-        }
-        for n in sequence[by_row].unique().tolist()
-    ]  # fmt: skip
+        {"stage": stage, "tensor": name, "sequence": n, "length": lengths[n], "values": v, "rows": r, "first_row": f}
+        for n, v, r, f in zip(hit.tolist(), values.tolist(), group.bincount().tolist(), first_row.tolist(), strict=True)
+    ]
     at = by_row.nonzero().flatten()
     i = int(at[sequence[at].argmin()])
     head, channel = (int(j) for j in bad[i].nonzero()[0][:2])
@@ -201,11 +201,13 @@ def length_map(
     """The first non-finite stage of the chunk kernel for single sequences of each length, by padding (torch stages).
 
     Columns length, padding, first_stage ("" if finite), state_lost. Inputs are random at realistic magnitudes, fresh per
-    seed; only which stage is hit matters, and that depends on length % 64 alone.
+    seed; only which stage is hit matters, and that depends on length % 64 alone. Raises BadInput for a length below 1.
     """
     rows = []
     for n in lengths:
-        call = replace(random_call((n,), heads=1, head_dim=64, seed=seed), num_decodes=0)
+        if n < 1:
+            raise BadInput(f"lengths: {n} is below 1; every sequence needs at least one token")
+        call = replace(random_call((n,), heads=heads, head_dim=64, seed=seed), num_decodes=0)
         for padding in paddings:
             r = trace(call, kda_layer_step(call, "chunk_all", padding=padding))
             rows.append(
@@ -247,6 +249,19 @@ def _against_truth(call: KdaCall, got: dict[str, Tensor]) -> dict[str, Any]:
     return {"relative_error": relative, "away_sequences": sorted(away), "budget": messages}
 
 
+def _recorded(capture: Capture, call: KdaCall) -> dict[str, Tensor]:
+    """The recorded o [T, H, V] and final_state [N, H, V, K]; BadInput if they are not of this call."""
+    got = capture.results()
+    got.pop("token_states", None)
+    for name, x in got.items():
+        shape = call.v.shape if name == "o" else call.state_vk().shape
+        if x.shape != shape or x.dtype not in FLOATS:
+            what = f"shape {tuple(capture.tensors[name].shape)} dtype {x.dtype} does not fit the call"
+            expected = "[T, H, V]" if name == "o" else f"[N, H, V, K] (state_layout {call.state_layout!r})"
+            raise BadInput(f"{capture.name}: {name}: {what}, expected {expected} for v {tuple(call.v.shape)}, a float of 16 bits or more")
+    return got
+
+
 def observed(capture: Capture) -> dict[str, Any]:
     """What a capture RECORDED: are its outputs finite, and are the finite ones the float64 recurrence of its inputs?
 
@@ -254,16 +269,12 @@ def observed(capture: Capture) -> dict[str, Any]:
     rows, None where nothing was recorded), away_sequences, budget (error, budget and reference error in words).
     """
     call = capture.kda_call()
-    got = {n: capture.tensors[n] for n in ("o", "final_state") if n in capture.tensors}
+    got = _recorded(capture, call)
     if not got:
         return {
             "recorded": [], "finite": None, "first": None, "nonfinite_sequences": [],
             "relative_error": None, "away_sequences": [], "budget": [],
         }  # fmt: skip
-    if "o" in got:
-        got["o"] = got["o"].reshape(call.v.shape)
-    if "final_state" in got and call.state_layout == "kv":
-        got["final_state"] = got["final_state"].transpose(-1, -2)
     whole = Launch("recorded", list(range(call.num_sequences)), torch.arange(call.q.shape[0]), call, got)
     first, hit = None, set()
     for name, x in got.items():
@@ -343,8 +354,11 @@ def triage_tokens(token_ids: Sequence[int] | Tensor, shortest: int = 8) -> dict[
     suspicious (run >= shortest and the id is one of those), text. A tail of another id is a loop of the model, not this.
     Raises BadInput if the stream is empty or not whole numbers.
     """
-    ids = torch.as_tensor(token_ids)
-    if ids.dim() != 1 or ids.numel() == 0 or ids.is_floating_point():
+    try:
+        ids = torch.as_tensor(token_ids)
+    except (TypeError, ValueError, RuntimeError) as e:
+        raise BadInput(f"token_ids: {type(token_ids).__name__} is not a list of whole numbers: {e}") from e
+    if ids.dim() != 1 or ids.numel() == 0 or not is_integer(ids):
         raise BadInput(f"token_ids: shape {tuple(ids.shape)} dtype {ids.dtype}, expected a non-empty list of whole numbers")
     other = (ids != ids[-1]).nonzero().flatten()
     start = int(other[-1]) + 1 if len(other) else 0

@@ -83,6 +83,11 @@ def recorded(call, route, padding, **change):
     return Capture.from_call(call, o=tensors["o"], final_state=tensors["final_state"])
 
 
+def test_a_length_map_refuses_a_sequence_of_no_tokens():
+    with pytest.raises(BadInput, match="lengths: -1"):
+        nonfinite.length_map([1, -1])
+
+
 def test_observed_is_apart_from_exposed():
     call = random_call(BATCH, head_dim=64)
     healthy = nonfinite.investigate(recorded(call, "split", "zero"))
@@ -159,7 +164,34 @@ def test_triage_of_token_streams(ids, suspicious, engine, start):
     assert (t["suspicious"], t["engine"], t["start"]) == (suspicious, engine, start)
 
 
-@pytest.mark.parametrize("ids", [[], [0.5, 1.0], [[1, 2]]])
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("o", lambda x: x[:-1]), ("o", lambda x: x.flatten()[0]), ("o", lambda x: x.to(torch.float8_e4m3fn)), ("o", lambda x: x.int()),
+        ("final_state", lambda x: x[..., :-1]), ("final_state", lambda x: x[0]), ("final_state", lambda x: torch.cat([x, x])),
+        ("final_state", lambda x: x.flatten()[0]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+def test_recorded_results_of_another_call_are_refused(name, change, layout):
+    """A result that does not fit the recorded inputs is bad input, named with its shape."""
+    call = random_call((1, 5), heads=2, head_dim=8, state_layout=layout)
+    result = kda_layer_step(call, "chunk_all")
+    capture = Capture.from_call(call, result.o, result.final_state)
+    capture.tensors[name] = change(capture.tensors[name])
+    with pytest.raises(BadInput, match=rf"capture: {name}: shape .* does not fit the call"):
+        nonfinite.observed(capture)
+
+
+def test_counts_per_sequence_name_values_rows_and_the_first_row():
+    call = random_call((3, 4, 2), heads=2, head_dim=8)
+    v = call.v.clone()
+    v[1, 0, :3] = v[2, 1, 5] = v[8, 0, 0] = float("nan")
+    found = report(replace(call, v=v), padding="zero").stages.query("tensor == 'v'")
+    assert found[["sequence", "length", "values", "rows", "first_row"]].to_numpy().tolist() == [[0, 3, 4, 2, 1], [2, 2, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("ids", [[], [0.5, 1.0], [[1, 2]], "abc", None, [2**70], [True] * 9])
 def test_triage_refuses_what_is_not_a_token_stream(ids):
     with pytest.raises(BadInput, match="token_ids"):
         nonfinite.triage_tokens(ids)
