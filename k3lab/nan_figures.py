@@ -115,7 +115,7 @@ def routes_figure(frame: pd.DataFrame, ran: str) -> Figure:
         part = frame[(frame["route"] == row[0]) & (frame["padding"] == row[1])]
         for x, stage in zip(part["sequence"], part["first_stage"], strict=True):
             color = STAGE_COLOR.get(stage, NOT_FINITE)
-            ax.barh(y, 0.92, left=x - 0.46, height=0.84, color=color)
+            ax.barh(y, 0.92, left=x - 0.46, height=0.84, color=color, hatch=HATCH.get(color), edgecolor="white", linewidth=0)
             if stage and few:
                 ax.text(x, y, STAGE_LETTER.get(stage, "?"), ha="center", va="center", fontsize=8, weight="bold",
                         color="black" if color == INVERSE else "white")  # fmt: skip
@@ -123,7 +123,7 @@ def routes_figure(frame: pd.DataFrame, ran: str) -> Figure:
         lengths = frame.drop_duplicates("sequence")["length"].tolist()
         ax.set_xticks(range(total), lengths, fontsize=7, rotation=90 if max(lengths) > 99 and total > 20 else 0)
     ax.set_yticks(range(len(rows)), [f"{r}, {p}" for r, p in rows])
-    ax.set(xlabel="sequence, labelled by its tokens", xlim=(-0.6, total - 0.4), ylim=(len(rows) - 0.5, -0.5))
+    ax.set(xlabel="sequence, labelled by its tokens" if few else "sequence", xlim=(-0.6, total - 0.4), ylim=(len(rows) - 0.5, -0.5))
     ax.grid(False)
     _legend(ax, {FINITE: "finite", INVERSE: "i: inverse", RECOMPUTE: "w: recompute_w_u"})
     return fig
@@ -182,14 +182,15 @@ def provenance_frame(call: KdaCall, route: str, padding: stages.Padding, sequenc
 def provenance_figure(frame: pd.DataFrame, sequence: int, length: int, ran: str) -> Figure:
     """The frame of provenance_frame as a map of tile rows by tensor: where NaN enters and what it takes."""
     bad = frame[frame["value"] == "not finite"]
-    finding = f"Sequence {sequence} ({length} tokens): every stage is finite"
+    finding = f"Sequence {sequence} ({_tokens(length)}): every stage is finite"
     if len(bad):
-        finding = (
-            f"Sequence {sequence} ({length} tokens): NaN enters at {bad.iloc[0]['stage']} and takes {', '.join(bad['tensor'].unique())}"
-        )
+        taken = ", ".join(bad["tensor"].unique())
+        finding = f"Sequence {sequence} ({_tokens(length)}): NaN enters at {bad.iloc[0]['stage']} and takes {taken}"
     codes = {"finite": 0, "not finite": 1, "masked": 2}
     grid = frame.pivot(index="row", columns="tensor", values="value")[[t for t, _ in PROVENANCE]].replace(codes).astype(int).to_numpy()
-    fig, ax = figures.new(finding, f"{ran}; torch stages, CPU; rows of the sequence's last 64-row tile", size=(7.5, 3.6))
+    fig, ax = figures.new(
+        finding, f"{ran}; torch stages, CPU; rows of the last 64-row tile (final_state is one value, drawn over all rows)", size=(7.5, 3.6)
+    )
     ax.imshow(grid, aspect="auto", cmap=ListedColormap([FINITE, NOT_FINITE, MASKED]), vmin=0, vmax=2, interpolation="nearest")
     for j, (tensor, _) in enumerate(PROVENANCE):
         if tensor in set(bad["tensor"]):
@@ -208,6 +209,16 @@ def provenance_figure(frame: pd.DataFrame, sequence: int, length: int, ran: str)
     return fig
 
 
+def _p_of_half(part: pd.DataFrame) -> float:
+    """The p at which the measured rate passes half of that at p = 0, interpolated in log p; infinity if it never does."""
+    part = part.sort_values("p")
+    half = part["rate"].iloc[0] / 2
+    above = part[part["p"] > 0]
+    if above["rate"].min() > half:
+        return float("inf")
+    return float(np.exp(np.interp(-half, -np.minimum.accumulate(above["rate"].to_numpy()), np.log(above["p"].to_numpy()))))
+
+
 def accuracy_figure(frame: pd.DataFrame, ran: str, published: Mapping[str, float], p_drop: float) -> Figure:
     """Exact match against the probability p that the undefined rows of one workgroup are NaN, one series a route.
 
@@ -215,11 +226,11 @@ def accuracy_figure(frame: pd.DataFrame, ran: str, published: Mapping[str, float
     log scale. published: labelled horizontal lines; p_drop: the p that is marked.
     """
     positive = frame[frame["p"] > 0]
-    most = positive.groupby("series", sort=False)["rate"].min().idxmin()
+    halves = {label: _p_of_half(part) for label, part in frame.groupby("series", sort=False) if len(part) > 1}
+    where = ", ".join(f"{label.split(',')[0]} at p = {p:.1e}" for label, p in sorted(halves.items(), key=lambda x: x[1]))
+    flat = [part["rate"].iloc[0] for _, part in frame.groupby("series") if len(part) == 1]
     fig, ax = figures.new(
-        f"Accuracy falls with p on every route that leaves rows undefined, soonest on {most.split(',')[0]}; zero padding is flat",
-        ran,
-        size=(7.5, 3.8),
+        f"Half the accuracy is lost by {where}" + (f"; zero padding keeps {min(flat):.1%}" if flat else ""), ran, size=(7.5, 3.8)
     )
     zero_at = positive["p"].min() / 4
     for i, (label, part) in enumerate(frame.groupby("series", sort=False)):

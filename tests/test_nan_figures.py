@@ -85,7 +85,7 @@ def test_accuracy_sums_counts_over_seeds_and_finds_the_p_of_a_ratio(tmp_path):
     assert accuracy.p_of_ratio(frame, "split", at["expected"] / clean["expected"]) == pytest.approx(1e-2)
     curve = frame.assign(series=frame["route"] + ", " + frame["padding"])
     fig = nan_figures.accuracy_figure(curve, "test", {"published": 0.9}, 1e-2)
-    assert "soonest on split" in fig.texts[0].get_text().replace("\n", " ")
+    assert "Half the accuracy is lost by split at p = 3.1e-02; zero padding keeps 100.0%" in fig.texts[0].get_text().replace("\n", " ")
     with pytest.raises(BadInput, match="ratio"):
         accuracy.p_of_ratio(frame, "split", 0.01)
     assert accuracy.disagreement(frame) > 0.5
