@@ -29,14 +29,16 @@ STAGE_TILES = {
     "state": ("u", "w", "kg"),
     "output": ("q", "g", "Aqk", "v_new"),
 }
-_INPUTS = ("q", "k", "v", "raw_g", "raw_beta")
+_INPUTS = ("q", "k", "v", "raw_g", "raw_beta", "output_gate")
+_PARAMETERS = ("A_log", "dt_bias", "norm_weight")
 
 
 @dataclass(frozen=True)
 class First:
     """The first value that is not finite.
 
-    stage     "input", one of kda.stages.STAGES, "recurrent", or "recorded" for outputs that came with a capture
+    stage     "input", one of kda.stages.STAGES, "recurrent" (or "chunk" where impl "reference" shows no stages),
+              "output_norm_gate", or "recorded" for outputs that came with a capture
     tensor    its name; sequence, length: which sequence of the batch, and its tokens
     row       token within its sequence; for a state, the last token that went into it (-1: none yet)
     channel   index on the last axis; for a state [V, K], the V index
@@ -155,16 +157,31 @@ def fed_by(first: First) -> dict[str, Any] | None:
     }
 
 
+def _parameter(call: KdaCall) -> First | None:
+    """The first parameter of the layer that is not finite; it has no token, so it stands at row -1 of sequence 0."""
+    for name in _PARAMETERS:
+        x = getattr(call, name)
+        if x is None or torch.isfinite(x).all():
+            continue
+        at = (~torch.isfinite(x)).nonzero()[0].tolist()
+        head, channel = {"A_log": (at[0], 0), "dt_bias": (at[0], at[-1]), "norm_weight": (0, at[0])}[name]
+        return First(call.layer, "input", name, 0, int(call.lengths[0]), -1, head, channel, str(float(x[tuple(at)])))
+    return None
+
+
 def trace(call: KdaCall, result: StepResult) -> Report:
     """Find the first non-finite value of a layer step in the order of computation, and how far it spread.
 
-    The order is: the call's own tensors, then per launch the stages in turn (STAGES) or the recurrent kernel. Within one
-    tensor the first sequence counts, then its first row, head and channel. Only rows that exist are looked at.
+    The order is: the layer's parameters and the call's own tensors, then per launch the stages in turn (STAGES) or the
+    recurrent kernel, then the output norm and gate. Within one tensor the first sequence counts, then its first row, head
+    and channel. Only rows that exist are looked at. Launches do not read each other: an input that is not finite comes
+    before any stage, else the first launch with a finding explains the batch.
     """
-    first: First | None = None
+    first = _parameter(call)
     counts: list[dict[str, Any]] = []
     for launch in result.launches:
-        groups = [("input", {n: getattr(launch.call, n) for n in _INPUTS} | {"initial_state": launch.call.state_vk()})]
+        inputs = {n: getattr(launch.call, n) for n in _INPUTS if getattr(launch.call, n) is not None}
+        groups = [("input", inputs | {"initial_state": launch.call.state_vk()})]
         if launch.kernel == "recurrent" or "g" not in launch.tensors:
             groups.append((launch.kernel, {n: launch.tensors[n] for n in ("o", "final_state")}))
         else:
@@ -179,10 +196,14 @@ def trace(call: KdaCall, result: StepResult) -> Report:
                     found.append(f)
             if mine is None and found:
                 mine = found[0]
-        # launches are independent; the one whose stage comes first in the chain explains the batch
-        if mine and (first is None or mine.stage == "input"):
+        if mine and (first is None or (mine.stage == "input" and first.stage != "input")):
             first = mine
-    o_bad = torch.tensor([not bool(torch.isfinite(x).all()) for x in result.o.split(call.lengths.tolist())])
+    seen = result.o if result.y is None else result.y
+    if result.y is not None:
+        whole = Launch("layer", list(range(call.num_sequences)), torch.arange(call.q.shape[0]), call, {})
+        last, rows = _find(whole, "output_norm_gate", "y", result.y, call.layer)
+        first, counts = first or last, counts + rows
+    o_bad = torch.tensor([not bool(torch.isfinite(x).all()) for x in seen.split(call.lengths.tolist())])
     s_bad = ~torch.isfinite(result.final_state).flatten(1).all(1).cpu()
     lost, hit = s_bad.nonzero().flatten().tolist(), (o_bad | s_bad).nonzero().flatten().tolist()
     return Report(
@@ -218,17 +239,20 @@ def length_map(
 
 def truth(call: KdaCall) -> dict[str, Tensor]:
     """The float64 recurrence over a call: o [T, H, V], final_state [N, H, V, K]; a null slot gives zeros and keeps its state."""
-    exact = reference.recurrent_kda(call)
+    return _null_slots(call, reference.recurrent_kda(call))
+
+
+def _null_slots(call: KdaCall, out: dict[str, Tensor]) -> dict[str, Tensor]:
     if call.state_indices is not None:
         null = call.state_indices.cpu() <= 0
-        exact["o"][null.repeat_interleave(call.lengths)] = 0.0
-        exact["final_state"][null] = call.state_vk()[null].to(exact["final_state"].dtype)
-    return exact
+        out["o"][null.repeat_interleave(call.lengths)] = 0.0
+        out["final_state"][null] = call.state_vk()[null].to(out["final_state"].dtype)
+    return out
 
 
 def _against_truth(call: KdaCall, got: dict[str, Tensor]) -> dict[str, Any]:
     """Error of outputs against float64 on rows that are finite, and the sequences that are away from it by the budget rule."""
-    exact, low = truth(call), low_precision_reference(call, call.q.dtype)
+    exact, low = truth(call), _null_slots(call, low_precision_reference(call, call.q.dtype))
     away: set[int] = set()
     error = size = 0.0
     messages = []

@@ -195,3 +195,42 @@ def test_counts_per_sequence_name_values_rows_and_the_first_row():
 def test_triage_refuses_what_is_not_a_token_stream(ids):
     with pytest.raises(BadInput, match="token_ids"):
         nonfinite.triage_tokens(ids)
+
+
+def test_a_null_slot_does_not_widen_the_budget_of_the_others():
+    """A null row is zero in the truth and in the low-precision reference; one wrong row beside it must still be seen."""
+    call = replace(random_call((1, 1, 5), head_dim=64), state_indices=torch.tensor([3, 0, 1]))
+    r = kda_layer_step(call, "split")
+    o = r.o.clone()
+    o[0] *= 1.2
+    seen = nonfinite.observed(Capture.from_call(call, o=o, final_state=r.final_state))
+    assert seen["away_sequences"] == [0]
+
+
+@pytest.mark.parametrize(("name", "at", "head", "channel"), [("A_log", (1,), 1, 0), ("dt_bias", (1, 9), 1, 9), ("norm_weight", (7,), 0, 7)])
+def test_a_parameter_that_is_not_finite_comes_first(name, at, head, channel):
+    call = random_call(BATCH, head_dim=64)
+    x = getattr(call, name).clone()
+    x[at] = float("nan")
+    r = report(replace(call, **{name: x}), "split", "zero")
+    assert (r.first.stage, r.first.tensor, r.first.row, r.first.head, r.first.channel) == ("input", name, -1, head, channel)
+    assert r.nonfinite_sequences == [0, 1, 2, 3, 4]
+
+
+def test_the_first_input_in_batch_order_is_named_across_launches():
+    call = random_call(BATCH, head_dim=64)
+    v = call.v.clone()
+    v[0] = v[2] = float("nan")
+    r = report(replace(call, v=v), "split", "zero")
+    assert (r.first.stage, r.first.sequence) == ("input", 0)
+
+
+def test_the_output_gate_is_looked_at():
+    call = random_call(BATCH, head_dim=64)
+    gate = call.output_gate.clone()
+    gate[1, 0, 3] = float("nan")
+    r = report(replace(call, output_gate=gate), "split", "zero")
+    assert (r.first.stage, r.first.tensor, r.first.sequence, r.first.channel) == ("input", "output_gate", 1, 3)
+    assert r.nonfinite_sequences == [1]
+    assert r.state_lost == []
+    assert set(r.stages["stage"]) == {"input", "output_norm_gate"}
