@@ -51,6 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     nan.add_argument("--route", choices=["chunk_all", "split", "gather_split"], help="replay the step by this route")
     nan.add_argument("--padding", choices=["undefined", "zero", "nan"], help="worth of masked rows (default: undefined; reference: zero)")
     nan.add_argument("--impl", choices=["torch", "triton", "reference"], help="what replays it (default: torch)")
+    nan.add_argument("--dtype", choices=["float16", "bfloat16", "float32", "float64"], help="recast the token tensors before the replay")
     add_parsers(commands)
     return parser
 
@@ -157,8 +158,8 @@ def _count(findings: list[dict]) -> str:
 
 
 def _nan(args: argparse.Namespace) -> int:
-    if args.route is None and (args.padding or args.impl):
-        args.parser.error("--padding and --impl say how to replay: add --route")
+    if args.route is None and (args.padding or args.impl or args.dtype):
+        args.parser.error("--padding, --impl and --dtype say how to replay: add --route")
     from k3lab.kda.runtime import interpret_without_gpu
 
     interpreted = interpret_without_gpu()
@@ -169,8 +170,13 @@ def _nan(args: argparse.Namespace) -> int:
     if args.route:
         impl = args.impl or "torch"
         padding = args.padding or ("zero" if impl == "reference" else "undefined")
-        result = nonfinite.replay(capture, args.route, padding, impl)
-        lines = [f"{args.capture}, route {args.route}, padding {padding}, impl {impl}", f"REPLAYED  {result['text']}"]
+        import torch
+
+        result = nonfinite.replay(capture, args.route, padding, impl, args.dtype and getattr(torch, args.dtype))
+        lines = [
+            f"{args.capture}, route {args.route}, padding {padding}, impl {impl}" + (f", as {args.dtype}" if args.dtype else ""),
+            f"REPLAYED  {result['text']}",
+        ]
         if impl == "triton" and padding == "undefined" and interpreted:
             lines.append("          under the interpreter a masked load reads 0: undefined looks like zero here")
         lines += _error_text(result)

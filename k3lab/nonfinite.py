@@ -342,13 +342,14 @@ def investigate(capture: Capture) -> dict[str, Any]:
     }
 
 
-def replay(capture: Capture, route: str, padding: str, impl: str = "torch") -> dict[str, Any]:
+def replay(capture: Capture, route: str, padding: str, impl: str = "torch", dtype: torch.dtype | None = None) -> dict[str, Any]:
     """`k3lab nan CAPTURE --route R --padding P`: run the step again. finding is True if the replay is not finite.
 
-    impl "triton" runs on the GPU where torch sees one, else under the interpreter. Same keys as investigate(); observed and
+    impl "triton" runs on the GPU where torch sees one, else under the interpreter. dtype, if given, recasts the token tensors
+    first, truth included: bfloat16 captures need float32 or float16 under the interpreter. Same keys as investigate(); observed and
     exposed are None, as nothing recorded is judged here.
     """
-    call = capture.kda_call()
+    call = capture.kda_call().to(dtype=dtype)
     on_gpu = impl == "triton" and torch.cuda.is_available()
     moved = call.to("cuda") if on_gpu else call
     result = kda_layer_step(moved, route, impl, padding)

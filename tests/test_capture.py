@@ -551,3 +551,19 @@ def test_the_doctor_never_raises_on_content(data):
     assert set(c.check().severity) <= {"error", "warning", "note"}
     with contextlib.suppress(BadInput):
         c.kda_call()
+
+
+def test_sequences_without_tokens_are_left_out(tmp_path):
+    """An engine pads a decode batch for a graph with empty sequences on null slots; the call and its results drop them."""
+    call = random_call((1, 1, 5), head_dim=64)
+    state = torch.cat([call.initial_state, torch.zeros(2, 2, 64, 64)])
+    tensors = Capture.from_call(call).tensors | {
+        "cu_seqlens": torch.tensor([0, 1, 2, 7, 7, 7]), "initial_state": state, "final_state": state + 1,
+        "has_initial_state": torch.tensor([1, 1, 0, 0, 0]).bool(), "state_indices": torch.tensor([3, 4, 5, -1, -1]),
+    }  # fmt: skip
+    capture = Capture.load(Capture(tensors, Capture.from_call(call).metadata).save(tmp_path / "padded.safetensors"))
+    got = capture.kda_call()
+    assert got.lengths.tolist() == [1, 1, 5]
+    assert got.state_indices.tolist() == [3, 4, 5]
+    assert torch.equal(got.initial_state, call.initial_state)
+    assert capture.results()["final_state"].shape[0] == 3

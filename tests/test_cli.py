@@ -340,3 +340,14 @@ def test_a_command_without_torch_points_to_the_doctor_and_the_doctor_still_answe
     assert "torch  " in done.stdout
     assert "cannot be imported" in done.stdout
     assert "TRITON_HIP_USE_ASYNC_COPY" in done.stdout
+
+
+def test_nan_replays_a_bfloat16_capture_under_the_interpreter_as_float32(tmp_path, capsys):
+    """bf16 arithmetic is refused under the interpreter, and the message names the flag that goes round it."""
+    path = Capture.from_call(random_call((1, 20), heads=1, head_dim=64, dtype=torch.bfloat16)).save(tmp_path / "a.safetensors")
+    command = ["nan", str(path), "--route", "split", "--padding", "zero", "--impl", "triton"]
+    if not torch.cuda.is_available():
+        assert main(command) == 2
+        assert "--dtype float32" in capsys.readouterr().err
+    assert main([*command, "--dtype", "float32", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["finite"]

@@ -65,6 +65,7 @@ METADATA = {
     "tp_rank": int, "tp_size": int, "git_commit": str, "route": str, "stream": str | list, "layer_ids": list,
     "has_norm": bool, "absent": list,
 }  # fmt: skip
+PER_SEQUENCE = {"initial_state", "has_initial_state", "state_indices", "spec_mask", "num_accepted_tokens"}
 _CHOICES = {"kind": tuple(TENSORS), "state_layout": STATE_LAYOUTS, "gate_base": GATE_BASES}
 
 
@@ -170,7 +171,8 @@ class Capture:
         Drops a batch axis of 1; flattens [B, T, ...] into B sequences where there is no cu_seqlens; reads dt_bias [H * K]
         and A_log [1, 1, H, 1]. Activated inputs are turned back exactly up to fp32 rounding:
         raw_beta = logit(beta); raw_g = log(expm1(-g)) with A_log = dt_bias = 0 and no lower bound, g in natural log.
-        A missing dt_bias is zero only if the metadata key "absent" says that the engine passed none.
+        A missing dt_bias is zero only if the metadata key "absent" says that the engine passed none. Sequences without tokens,
+        with which an engine pads a batch for a graph, are left out, here and in results().
         Raises BadInput naming the file, the tensor and the reason.
         """
         x, meta = dict(self.tensors), self.metadata
@@ -196,6 +198,12 @@ class Capture:
         for name in ("has_initial_state", "spec_mask"):
             if name in x:
                 x[name] = x[name].bool()
+        keep = self._with_tokens()
+        if keep is not None:
+            for name in PER_SEQUENCE & set(x):
+                if x[name].dim() and len(x[name]) == len(keep):
+                    x[name] = x[name][keep]
+            x["cu_seqlens"] = x["cu_seqlens"].unique_consecutive()
         try:
             if "state_indices" in x:
                 count = x["cu_seqlens"].numel() - 1
@@ -214,9 +222,20 @@ class Capture:
         out = {n: self.tensors[n] for n in ("o", "final_state", "token_states") if n in self.tensors}
         if "o" in out and out["o"].dim() == 4:
             out["o"] = out["o"].flatten(0, 1)
+        keep = self._with_tokens()
+        if keep is not None and "final_state" in out and len(out["final_state"]) == len(keep):
+            out["final_state"] = out["final_state"][keep]
         if self.metadata.get("state_layout") == "kv":
             out |= {n: x.transpose(-1, -2).contiguous() for n, x in out.items() if n != "o" and x.dim() > 1}
         return out
+
+    def _with_tokens(self) -> Tensor | None:
+        """Which sequences have tokens, [N] bool; None where all have, or cu_seqlens is not there to say."""
+        cu = self.tensors.get("cu_seqlens")
+        if cu is None or cu.dim() != 1 or cu.numel() < 2 or not is_integer(cu):
+            return None
+        length = cu.long().diff()
+        return length > 0 if bool((length == 0).any()) and bool((length > 0).any()) else None
 
     def check(self) -> "pd.DataFrame":
         """The capture doctor: k3lab.capture.check.check(self), a DataFrame of findings."""
