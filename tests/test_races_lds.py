@@ -129,11 +129,75 @@ def test_ds_accesses_of_one_wave_are_in_order():
 
 def test_one_store_of_a_replicated_tile_by_two_waves_is_no_race():
     """Both waves keep the same 64 words and store them by one instruction; other bytes, or another instruction, do conflict."""
-    same = "\tv_and_b32_e32 v1, 63, v0\n\tv_lshlrev_b32_e32 v1, 2, v1\n"
-    assert reports(same + "\tds_write_b32 v1, v0\n").verdict == "ordered"
-    assert reports(same + "\tds_write_b32 v1, v0\n\tds_write_b32 v1, v0\n").verdict == "race"
+    same = "\tv_and_b32_e32 v1, 63, v0\n\tv_cvt_f32_u32_e32 v3, v1\n\tv_lshlrev_b32_e32 v1, 2, v1\n"
+    assert reports(same + "\tds_write_b32 v1, v1\n").verdict == "ordered"
+    assert reports(same + "\tds_write_b32 v1, v3\n").verdict == "ordered"
+    assert reports(same + "\tds_write_b32 v1, v3\n\tds_write_b32 v1, v3\n").verdict == "race"
     shifted = "\tv_lshrrev_b32_e32 v1, 6, v0\n\tv_lshlrev_b32_e32 v1, 7, v1\n\tv_and_b32_e32 v2, 63, v0\n\tv_lshl_add_u32 v1, v2, 2, v1\n"
     assert reports(shifted + "\tds_write_b32 v1, v0\n").verdict == "race"
+
+
+def test_one_store_by_two_waves_is_a_race_if_lanes_or_known_values_differ():
+    """v0 is the thread number, known to differ; mirrored: wave 1 stores the same 64 words in the opposite lane order."""
+    same = "\tv_and_b32_e32 v1, 63, v0\n\tv_lshlrev_b32_e32 v1, 2, v1\n"
+    assert reports(same + "\tds_write_b32 v1, v0\n").verdict == "race"
+    mirror = "\tv_cvt_f32_u32_e32 v3, v0\n\tv_bfe_i32 v2, v0, 6, 1\n\tv_and_b32_e32 v2, 63, v2\n\tv_xor_b32_e32 v2, v2, v0\n"
+    mirror += "\tv_and_b32_e32 v2, 63, v2\n\tv_lshlrev_b32_e32 v1, 2, v2\n\tds_write_b32 v1, v3\n"
+    assert reports(mirror).verdict == "race"
+    assert reports(mirror.replace("v_xor_b32_e32 v2, v2, v0", "v_mov_b32_e32 v2, v0")).verdict == "ordered"
+
+
+AGAIN = "\tglobal_load_lds_dwordx4 v1, s[4:5]\n"
+OTHER_HALF = AGAIN.join(["\ts_xor_b32 s6, s6, 0x400\n\ts_mov_b32 m0, s6\n", ""])
+LOOP = """\ts_movk_i32 s8, 3
+.LBB0_1:
+\tglobal_load_lds_dwordx4 v1, s[4:5]
+\ts_waitcnt vmcnt(0)
+\ts_barrier
+\tds_read_b128 v[4:7], v2
+\ts_waitcnt lgkmcnt(0)
+\ts_barrier
+\ts_addk_i32 s8, 0xffff
+\ts_cmpk_gt_i32 s8, 0xfffe
+\ts_cbranch_scc1 .LBB0_1
+"""
+SWAP = "\tv_xor_b32_e32 v2, 64, v0\n\tv_lshlrev_b32_e32 v2, 4, v2\n"
+WAITED = "\ts_waitcnt vmcnt(0)\n\ts_barrier\n"
+OVERWRITE = "\ts_barrier\n\tv_lshlrev_b32_e32 v12, 4, v0\n\tds_write_b128 v12, v[8:11]\n"
+
+
+@pytest.mark.parametrize(
+    ("hazard", "body", "mended"),
+    [
+        ("a wait on the other counter", COPY + WAITED.replace("vmcnt", "lgkmcnt") + READ_OTHER,
+         (WAITED.replace("vmcnt", "lgkmcnt"), WAITED)),
+        ("a copy after the last barrier", COPY + WAITED + READ_OTHER + AGAIN, (READ_OTHER, READ_OTHER + "\ts_barrier\n")),
+        ("a copy over another wave's copy", COPY + OTHER_HALF + WAITED, (OTHER_HALF, WAITED + OTHER_HALF)),
+        ("a loop whose next copy overtakes the reads", COPY.replace(AGAIN, SWAP) + LOOP.replace("lgkmcnt(0)\n\ts_barrier", "lgkmcnt(0)"),
+         ("lgkmcnt(0)\n\ts_addk", "lgkmcnt(0)\n\ts_barrier\n\ts_addk")),
+        ("a wait before the copy, not after it", COPY.replace(AGAIN, "\ts_waitcnt vmcnt(0)\n" + AGAIN) + "\ts_barrier\n" + READ_OTHER,
+         ("\ts_barrier", WAITED.rstrip("\n"))),
+        ("a write over a read in flight across the barrier", COPY + WAITED + READ_OTHER.replace("lgkmcnt", "vmcnt") + OVERWRITE,
+         ("vmcnt(0)\n" + OVERWRITE, "lgkmcnt(0)\n" + OVERWRITE)),
+    ],
+)  # fmt: skip
+def test_planted_hazard_is_found_and_its_mended_twin_is_ordered(hazard, body, mended):
+    assert mended[0] in body
+    assert reports(body).verdict == "race", hazard
+    assert reports(body.replace(*mended)).verdict == "ordered", hazard
+
+
+def test_sixteen_bit_constants_are_signed():
+    """LLVM prints s_addk_i32 s8, -1 as 0xffff: the loop of 3 runs down to -2, five times."""
+    acc = run(kernel(COPY.replace(AGAIN, SWAP) + LOOP), Input("here"))
+    assert sum(a.kind == "dma" for a in acc.all) == 2 * 5
+    body = "\ts_movk_i32 s8, 0xffc0\n\ts_mulk_i32 s8, 0xffff\n\tv_mov_b32_e32 v1, s8\n\tds_write_b32 v1, v0\n"
+    assert {int(x) for a in run(kernel(body), Input("here")).all for x in a.starts} == {64}
+
+
+def test_inline_assembly_in_column_0_is_read():
+    body = COPY + WAITED.replace("\ts_barrier", "s_barrier") + READ_OTHER
+    assert reports(body).verdict == "ordered"
 
 
 def test_scalar_loads_do_not_push_ds_operations_out():
@@ -225,9 +289,15 @@ def test_scalar_arguments_and_loops_are_followed():
         ("\ts_frobnicate_b32 s8, s9\n", r"s_frobnicate_b32 s8, s9: instruction not known"),
         ("\tds_add_u32 v1, v0\n", r"ds_add_u32 v1, v0: instruction not known"),
         ("\tv_cvt_f32_u32_e32 v1, v0\n\tds_write_b32 v1, v0\n", r"ds_write_b32 v1, v0: the LDS address depends on data"),
-        (COPY + "\tglobal_load_dword v9, v1, s[4:5]\n\tds_read_b32 v8, v9\n", r"the LDS address depends .*comes from v\)"),
-        ("\ts_load_dword s8, s[0:1], 0x8\n\ts_cmp_eq_u32 s8, 0\n\ts_cbranch_scc1 .LBB0_1\n.LBB0_1:\n", r"s_cbranch_scc1 .*comes from n\)"),
+        (COPY + "\tglobal_load_dword v9, v1, s[4:5]\n\tds_read_b32 v8, v9\n", r"the LDS address depends .*comes from v;"),
+        ("\ts_load_dword s8, s[0:1], 0x8\n\ts_cmp_eq_u32 s8, 0\n\ts_cbranch_scc1 .LBB0_1\n.LBB0_1:\n", r"s_cbranch_scc1 .*comes from n;"),
         ("\tv_lshlrev_b32_e32 v1, 9, v0\n\tds_write_b32 v1, v0\n", r"outside the 8192 bytes of LDS"),
+        ("\tv_cmpx_gt_u16_e32 vcc, v0, v0\n", r"v_cmpx_gt_u16_e32 .*exec depends on data"),
+        ("\tv_add_co_u32_sdwa v1, vcc, v0, v0\n\ts_cbranch_vccz .LBB0_1\n.LBB0_1:\n", r"s_cbranch_vccz .*the branch depends on data"),
+        ("\tv_add_u32_e64 v1, v0, v0 clamp\n", r"clamp: integer result with clamp"),
+        ("\tbuffer_store_lds_dword s[8:11], 0\n", r"buffer_store_lds_dword .*instruction not known"),
+        ("\tglobal_load_lds_ushort v1, s[4:5]\n", r"global_load_lds_ushort .*instruction not known"),
+        ("\tds_write_b32 v0, v0 gds\n", r"gds: instruction not known"),
         (".LBB0_1:\n\ts_branch .LBB0_1\n", r"a loop that this input does not end"),
     ],
 )

@@ -156,7 +156,8 @@ def _salu() -> dict[str, tuple[str, int, Callable, str]]:
     for k in (1, 2, 3, 4):
         table[f"s_lshl{k}_add_u32"] = ("11", 1, _carry(lambda a, b, k=k: (a << U(k)) + b), "own")
     table |= {
-        "s_movk_i32": ("1", 1, lambda a: a, ""),
+        # assembly prints the 16 bits of an SOPK constant as they are: -128 is 0xff80
+        "s_movk_i32": ("1", 1, lambda a: _extend(a, 16), ""),
         "s_sext_i32_i16": ("1", 1, lambda a: _extend(a, 16), ""),
         "s_sext_i32_i8": ("1", 1, lambda a: _extend(a, 8), ""),
         "s_brev_b32": ("1", 1, _reverse, ""),
@@ -167,9 +168,9 @@ def _salu() -> dict[str, tuple[str, int, Callable, str]]:
         "s_subb_u32": ("11c", 1, _carry(lambda a, b, c: a - b - c), "own"),
         "s_add_i32": ("11", 1, _overflow(lambda a, b: a + b), "own"),
         "s_sub_i32": ("11", 1, _overflow(lambda a, b: a - b), "own"),
-        "s_addk_i32": ("11", 1, _overflow(lambda a, b: a + b), "own"),
+        "s_addk_i32": ("11", 1, _overflow(lambda a, b: a + signed(b.view(U), 16)), "own"),
         "s_mul_i32": ("11", 1, lambda a, b: a * b, ""),
-        "s_mulk_i32": ("11", 1, lambda a, b: a * b, ""),
+        "s_mulk_i32": ("11", 1, lambda a, b: a * _extend(b, 16), ""),
         "s_mul_hi_u32": ("11", 1, lambda a, b: (a * b) >> U(32), ""),
         "s_mul_hi_i32": ("11", 1, lambda a, b: (_extend(a) * _extend(b)) >> U(32), ""),
         "s_min_u32": ("11", 1, lambda a, b: (np.minimum(a, b), a < b), "own"),

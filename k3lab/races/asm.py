@@ -105,7 +105,7 @@ def parse(text: str, where: str = "assembly") -> Program:
             if m[1].startswith(".Lfunc_end"):
                 inside = False
             labels[m[1]] = len(instructions)
-        elif inside and re.match(r"\s+[a-z]", line):
+        elif inside and re.match(r"\s*[a-z]", line):  # inline assembly may start in column 0
             instructions.append(_instruction(len(instructions), number, source, " ".join(line.split())))
     if not instructions:
         raise BadInput(f"{where}: kernel {names[0]} has no instructions")

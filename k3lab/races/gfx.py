@@ -64,7 +64,7 @@ def _step(waves: Waves, ins: Instruction) -> np.ndarray | None:
         return vmem(waves, ins)
     if op.startswith("s_cbranch_") or op == "s_branch":
         return _branch(waves, op)
-    if op in ("s_nop", "s_setprio", "s_sleep", "s_sched_barrier", "s_icache_inv", "s_dcache_wb", "s_setreg_imm32_b32", "s_round_mode"):
+    if op in NO_EFFECT:
         return None
     if op.startswith("s_"):
         return _scalar(waves, ins)
@@ -88,10 +88,12 @@ def _scalar(waves: Waves, ins: Instruction) -> None:
     op, o = ins.op, ins.operands
     if m := re.fullmatch(r"s_(buffer_)?load_dword(?:x(\d+))?", op):
         return smem(waves, ins, bool(m[1]), int(m[2] or 1))
-    if m := re.fullmatch(r"s_cmpk?_(\w+)_([iu])(32|64)", op):
-        n = int(m[3]) // 32
+    if m := re.fullmatch(r"s_cmp(k?)_(\w+)_([iu])(32|64)", op):
+        n, is_signed = int(m[4]) // 32, m[3] == "i"
         x, y = waves.read(o[0], n), waves.read(o[1], n)
-        return _set_scc(waves, m[1], x, y, m[2] == "i", int(m[3]))
+        if m[1] and is_signed:
+            y = Value(signed(y.bits, 16).view(U))
+        return _set_scc(waves, m[2], x, y, is_signed, int(m[4]))
     if m := re.fullmatch(r"s_bitcmp([01])_b(32|64)", op):
         n = int(m[2]) // 32
         x, y = waves.read(o[0], n), waves.read(o[1])
@@ -157,6 +159,8 @@ def _set_scc(waves: Waves, compare: str, x: Value, y: Value, is_signed: bool, bi
 
 def _vector(waves: Waves, ins: Instruction) -> None:
     op, o = ins.op, ins.operands
+    if "clamp" in ins.mods and not OPAQUE.match(op):
+        raise Unsupported("integer result with clamp")
     if op in VALU:
         widths, n, f = VALU[op]
         values = [waves.read(q, int(w)) for q, w in zip(o[1:], widths, strict=True)]
@@ -165,8 +169,10 @@ def _vector(waves: Waves, ins: Instruction) -> None:
         tiles = tiles_of(waves.read((q[0], q[1] + j, 1)) for q in o[1:] if q[0] in "vas" for j in range(q[2]))
         if op.startswith(("v_permlane16_swap", "v_permlane32_swap")):
             waves.write(o[1], Value(None, tiles=tiles))
-        if op.startswith("v_div_scale"):
+        if op.startswith("v_div_scale") or "_co_" in op:
             waves.write(o[1], Value(None, tiles=tiles), 2)
+        if op.startswith("v_cmpx_"):
+            waves.write(NAMED["exec"], Value(None, tiles=tiles), 2)
         return waves.write(o[0], Value(None, tiles=tiles), o[0][2])
     if op in VALU_CARRY:
         values = [waves.read(o[2]), waves.read(o[3])]

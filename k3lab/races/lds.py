@@ -20,7 +20,7 @@ ASSUMPTIONS = (
     "an LDS-DMA copy writes LDS at m0 + offset + lane * width, active lanes alone, and is complete once vmcnt retires it",
     "a lane of buffer_load ... lds that is out of bounds writes zeros to LDS",
     "the LDS-DMA copies of one wave land in the order of issue",
-    "waves that write the same bytes by the same ds_write between two barriers hold copies of one tile and write equal values",
+    "two waves that store opaque data by one ds_write, each lane where the same lane of the other wave does, hold copies of one tile",
     "one workgroup; LDS starts uninitialised; no wave reads an integer or an address back from LDS",
 )
 KINDS = ("race", "uninitialised", "barrier count", "unread copy", "missing copy")

@@ -27,8 +27,19 @@ def smem(waves: Waves, ins: Instruction, buffer: bool, count: int) -> None:
     waves.record(ins)
 
 
-def _access(waves: Waves, ins: Instruction, kind: str, starts: list[np.ndarray], width: int, tile: str, zeroed: np.ndarray | None) -> dict:
+def _access(
+    waves: Waves,
+    ins: Instruction,
+    kind: str,
+    starts: list[np.ndarray],
+    width: int,
+    tile: str,
+    zeroed: np.ndarray | None = None,
+    stored: list[Value] = (),
+) -> dict:
+    """One Access per wave; zeroed marks lanes of a copy that are out of bounds, stored is the data of a write."""
     out, shape = {}, waves.exec.shape
+    known = bool(stored) and all(map(waves.known_here, stored))
     starts = [np.broadcast_to(s, shape) for s in starts]
     for w, wave in enumerate(waves.ids):
         lanes = waves.exec[w]
@@ -36,7 +47,8 @@ def _access(waves: Waves, ins: Instruction, kind: str, starts: list[np.ndarray],
         if at.size and int(at.max()) + width > waves.lds_bytes:
             raise Unsupported(f"LDS byte {int(at.max()) + width - 1} is outside the {waves.lds_bytes} bytes of LDS of this launch")
         filled = 0 if zeroed is None else int((zeroed[w] & lanes).sum())
-        out[int(wave)] = Access(int(wave), ins, kind, at, width, int(lanes.sum()), tile, filled)
+        data = np.stack([np.broadcast_to(v.bits, shape)[w][lanes] for v in stored]) if known else None
+        out[int(wave)] = Access(int(wave), ins, kind, at, width, int(lanes.sum()), tile, filled, data)
     return out
 
 
@@ -49,7 +61,7 @@ def ds(waves: Waves, ins: Instruction) -> None:
         waves.record(ins)
         return waves.write(o[0], Value(None, tiles=waves.read(o[1]).tiles))
     m = re.fullmatch(r"ds_(read|write)(2?)(st64)?_(?:b|u|i)(\d+)(?:_tr_b\d+|_d16|_d16_hi)?", op)
-    if not m:
+    if not m or "gds" in ins.mods:
         raise Unsupported("instruction not known to the analysis")
     width, reads = int(m[4]) // 8, m[1] == "read"
     address = waves.active(waves.read(o[1] if reads else o[0]), "the LDS address")
@@ -58,8 +70,8 @@ def ds(waves: Waves, ins: Instruction) -> None:
         starts = [(address + U(int(ins.mods.get(k, 0)) * unit)) & M32 for k in ("offset0", "offset1")]
     else:
         starts = [(address + U(int(ins.mods.get("offset", 0)))) & M32]
-    tiles = tiles_of(waves.read((q[0], q[1] + j, 1)) for q in o[1:] if q[0] in "va" for j in range(q[2])) if not reads else ()
-    waves.record(ins, _access(waves, ins, m[1], starts, width, ", ".join(sorted(tiles)), None))
+    stored = [] if reads else [waves.read((q[0], q[1] + j, 1)) for q in o[1:] for j in range(q[2])]
+    waves.record(ins, _access(waves, ins, m[1], starts, width, ", ".join(sorted(tiles_of(stored))), stored=stored))
     if reads:
         waves.write(o[0], NOTHING, o[0][2])
     return None
@@ -89,6 +101,8 @@ def vmem(waves: Waves, ins: Instruction) -> None:
         raise Unsupported("instruction not known to the analysis")
     space, load, dma = m[1], m[2] == "load", bool(m[3]) or "lds" in ins.mods
     width = 4 * int(m[5] or 1) if m[4].startswith("dword") else 1 if "byte" in m[4] else 2
+    if dma and (not load or width < 4):  # LDS to memory, and copies of less than a dword
+        raise Unsupported("instruction not known to the analysis")
     if space == "scratch":
         return _spill(waves, ins, load, width // 4)
     if not load:

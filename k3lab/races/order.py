@@ -137,9 +137,17 @@ def races(acc: Accesses, o: Order) -> list[tuple[int, int]]:
 
 
 def _harmless(acc: Accesses, x: int, y: int) -> bool:
-    """Two reads, or one ds_write by which two waves store the same bytes: Triton keeps copies of one tile in several waves."""
+    """Two reads, or one ds_write by which two waves store one tile, of which Triton keeps copies in several waves.
+
+    Every lane must store where the same lane of the other wave does, and nothing must be known to differ.
+    """
     a, b = acc.all[x], acc.all[y]
-    return a.kind == b.kind and (a.kind == "read" or (a.kind == "write" and a.instruction is b.instruction and acc.bits[x] == acc.bits[y]))
+    if a.kind != b.kind or a.kind == "dma":
+        return False
+    if a.kind == "read":
+        return True
+    same = a.instruction is b.instruction and np.array_equal(a.starts, b.starts)
+    return same and (a.data is None or b.data is None or np.array_equal(a.data, b.data))
 
 
 def _same_wave(acc: Accesses, o: Order) -> set[tuple[int, int]]:

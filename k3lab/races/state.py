@@ -34,6 +34,7 @@ class Access:
     lanes: int
     tile: str
     zero_filled: int = 0
+    data: np.ndarray | None = None  # what a write stores, [words, active lanes]; None where it is opaque
 
 
 @dataclass
@@ -79,6 +80,12 @@ def tiles_of(values: Iterable[Value]) -> frozenset:
         if v.tiles:
             out = out | v.tiles
     return out
+
+
+def _not_known(what: str, value: Value) -> Unsupported:
+    names = ", ".join(sorted(value.tiles - {"?"}))
+    came = f" (it comes from {names}; an input file can give it if it is an integer)" if names else ""
+    return Unsupported(f"{what} depends on data that is not known here{came}")
 
 
 @dataclass(frozen=True)
@@ -179,7 +186,7 @@ class Waves:
                 part = Value(bits & M32, value.opaque, value.tiles)
             if kind == "s":
                 if i + j in (EXEC, EXEC + 1) and not part.known:
-                    raise Unsupported("exec depends on data that is not known here")
+                    raise _not_known("exec", part)
                 self.s[i + j] = part
             else:
                 bank = self.v if kind == "v" else self.a
@@ -228,8 +235,7 @@ class Waves:
     def active(self, value: Value, what: str) -> np.ndarray:
         """The bits of a value whose active lanes must all be known."""
         if value.bits is None or (value.opaque is not None and (value.opaque & self.exec).any()):
-            came = f" (it comes from {', '.join(sorted(value.tiles))})" if value.tiles else ""
-            raise Unsupported(f"{what} depends on data that is not known here{came}")
+            raise _not_known(what, value)
         return value.bits
 
     def known_here(self, value: Value) -> bool:
@@ -237,8 +243,7 @@ class Waves:
 
     def uniform(self, value: Value, what: str) -> np.ndarray:
         if not value.known:
-            came = f" (it comes from {', '.join(sorted(value.tiles))})" if value.tiles else ""
-            raise Unsupported(f"{what} depends on data that is not known here{came}")
+            raise _not_known(what, value)
         return value.bits
 
     def part(self, keep: np.ndarray) -> "Waves":
