@@ -463,7 +463,8 @@ assert racecheck.to_dict() == {"planted_correct": "0 hazards", "planted_faulty":
 # ```bash
 # # any kernel by module or file, no GPU needed; exit status 1 is a race or an uninitialised read
 # python -m k3lab races fla.ops.kda.wy_fast:recompute_w_u_fwd_kda_kernel --target hip:gfx950 --pointer-range off
-# python -m k3lab races my_kernels.py:my_kernel --signature '{"x": "*bf16", "N": "i32", "BLOCK": 64}' --inputs my_input.json
+# # "i32:16" is a multiple of 16 in every launch: it decides whether rows are copied asynchronously
+# python -m k3lab races my_kernels.py:my_kernel --signature '{"x": "*bf16", "N": "i32", "stride": "i32:16", "BLOCK": 64}' --inputs my_input.json
 #
 # # another Triton version beside the installed one
 # python -m k3lab toolchain add 3.8.0
@@ -483,7 +484,7 @@ assert racecheck.to_dict() == {"planted_correct": "0 hazards", "planted_faulty":
 #
 # | statement | evidence |
 # |---|---|
-# | these configs leave LDS reads unordered on gfx950 without `pointer_range` | compiled code of four Triton versions, executed symbolically for one workgroup; controls in section 7; the repro script counts waits on its own and agrees |
+# | these configs leave LDS reads unordered on gfx950 without `pointer_range` | compiled code of four Triton versions, executed with concrete addresses for one workgroup; controls in section 7; the repro script counts waits on its own and agrees |
 # | the third copy is deleted and the wait still counts it | TTGIR beside assembly, section 4 |
 # | with `pointer_range`, or with asynchronous copies off, everything is ordered | the same |
 # | a race of this kind gives O(1e38) | the bytes fit (sections 1 and 4); seen with the planted copy on an H200 (section 10), not with this kernel |

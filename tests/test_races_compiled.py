@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from dataclasses import replace
 
 import pytest
@@ -174,6 +175,16 @@ def test_kernel_of_a_file_with_autotune_and_heuristics(folder, user):
     assert (alone.error, both.error) == ("", "")
     assert alone.text("amdgcn").count("buffer_load") < both.text("amdgcn").count("buffer_load")
     assert "power of 2" in wrong.error  # one bad row costs itself alone
+
+
+def test_integers_are_specialised_as_a_launch_does_it(folder, user):
+    """A multiple of 16 decides whether rows are copied asynchronously; 1 is no argument at all."""
+    said = {"typed": "i32", "typed 16": "i32:16", "64": {"value": 64}, "40": {"value": 40}, "1": {"value": 1}}
+    builds = [Build(f"{user}:user_kernel", 1, 1, signature={**FITS, "N": n}) for n in said.values()]
+    heads = [re.search(r"tt.func public.*", c.text("ttgir"))[0] for c in compile_builds(builds)]
+    found = [re.search(r"%N: i32( \{tt.divisibility = 16)?", h) for h in heads]
+    assert [bool(m and m[1]) for m in found] == [False, True, True, False, False]
+    assert [m is None for m in found] == [False, False, False, False, True]
 
 
 @pytest.mark.slow

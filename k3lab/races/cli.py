@@ -48,7 +48,11 @@ def add_parsers(commands: argparse._SubParsersAction) -> None:
     races.add_argument("--padding", default="", help="the kernel's PADDING constexpr, with commas: undefined, zero, nan")
     races.add_argument("--configs", default="", help="such as w4s2,w4s4 (default: warps 2, 4, 8 x stages 2, 3, 4)")
     races.add_argument("--inputs", default="", help=INPUTS_HELP)
-    races.add_argument("--signature", help='JSON object or file: argument to type or value, {"x": "*bf16", "N": "i32", "BLOCK": 64}')
+    races.add_argument(
+        "--signature",
+        help='JSON object or file: argument to type or value, {"x": "*bf16", "N": "i32", "stride": "i32:16", "BLOCK": 64}; '
+        "i32:16 is a multiple of 16",
+    )
     races.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
     lds = command(
         "lds", lds_main, "look for LDS races in assembly that you have",
@@ -188,6 +192,8 @@ def _inputs(text: str) -> list:
     from k3lab.races.matrix import INPUTS
 
     names = [n.strip() for n in text.split(",") if n.strip()] or list(INPUTS)
+    if unknown := [n for n in names if not re.fullmatch(r"full|middle|tail|length[1-9]\d*|.*\.json", n)]:
+        raise BadInput(f"--inputs {', '.join(unknown)}: neither full, length1, lengthN, middle, tail nor a JSON file")
     return [read_input(n) if n.endswith(".json") else n for n in names]
 
 

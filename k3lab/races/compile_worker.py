@@ -65,13 +65,16 @@ def _unwrap(obj: object) -> tuple[object, list[dict]]:
     return obj, heuristics
 
 
-def resolve(fn: object, heuristics: list[dict], given: dict, field: dict, name: str) -> tuple[dict, dict]:
-    """(types of all arguments, values of the constexpr ones) or BadInput naming what is missing, unknown or of no type."""
+def resolve(fn: object, heuristics: list[dict], given: dict, field: dict, name: str) -> tuple[dict, dict, list]:
+    """(types of all arguments, values of the constexpr ones, integers that are multiples of 16), specialised as a launch does it.
+
+    Raises BadInput naming what is missing, unknown or of no type.
+    """
     params = fn.params
     names = [p.name for p in params]
     if unknown := sorted(set(given) - set(names)):
         raise BadInput(f"kernel {name}: the signature names {', '.join(unknown)}, which are not arguments; they are {', '.join(names)}")
-    types, values = {}, {}
+    types, values, aligned = {}, {}, []
     for p in params:
         if p.name in given:
             said = given[p.name]
@@ -81,6 +84,9 @@ def resolve(fn: object, heuristics: list[dict], given: dict, field: dict, name: 
             said = {"value": p.default}
         else:
             continue
+        if isinstance(said, str) and re.fullmatch(r"[iu](8|16|32|64):16", said) and not p.is_constexpr:
+            aligned.append(p.name)
+            said = said.removesuffix(":16")
         value = said["value"] if isinstance(said, dict) else said
         is_type = isinstance(said, str) and (said.startswith("*") or said in SCALARS)
         if is_type and p.is_constexpr:
@@ -89,12 +95,13 @@ def resolve(fn: object, heuristics: list[dict], given: dict, field: dict, name: 
             if said.lstrip("*") not in SCALARS:
                 raise BadInput(f"kernel {name}: {p.name} has the type {said!r}; known: {', '.join(SCALARS)}, with * for pointers")
             types[p.name] = said
-        elif p.is_constexpr or value is None:
+        elif p.is_constexpr or value is None or (type(value) is int and value == 1):
             types[p.name], values[p.name] = "constexpr", value
         elif isinstance(value, bool):
             types[p.name] = "i1"
         elif isinstance(value, int):
             types[p.name] = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+            aligned += [p.name] * (value % 16 == 0)
         elif isinstance(value, float):
             types[p.name] = "fp32"
         else:
@@ -115,10 +122,10 @@ def resolve(fn: object, heuristics: list[dict], given: dict, field: dict, name: 
             f"kernel {name}: no type or value for {', '.join(missing)}; give a signature, e.g. "
             + json.dumps({n: 64 if next(p for p in params if p.name == n).is_constexpr else "*bf16" for n in missing[:3]})
         )
-    return types, values
+    return types, values, aligned
 
 
-def build(job: dict, fn: object, types: dict, values: dict, order: dict) -> Path:
+def build(job: dict, fn: object, types: dict, values: dict, aligned: list, order: dict) -> Path:
     """Compile one job, or find it in the cache; the folder of its artefacts."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -129,13 +136,16 @@ def build(job: dict, fn: object, types: dict, values: dict, order: dict) -> Path
     pointers = [n for n, t in types.items() if t.startswith("*")]
     attributes = [["tt.divisibility", 16]] * job["divisible"] + [["tt.pointer_range", 32]] * (job["pointer_range"] and backend == "hip")
     names = list(fn.arg_names)
+    facts = {(names.index(n),): attributes for n in pointers} if attributes else {}
+    facts |= {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}
     if job["async_copy"] is None:
         os.environ.pop("TRITON_HIP_USE_ASYNC_COPY", None)
     else:
         os.environ["TRITON_HIP_USE_ASYNC_COPY"] = str(int(job["async_copy"]))
     identity = [
         fn.cache_key, triton.__version__, job["target"], job["num_warps"], job["num_stages"], job["async_copy"], attributes,
-        [[n, types[n], repr(values.get(n))] for n in names], sorted((k, v) for k, v in os.environ.items() if k.startswith("AMDGCN_")),
+        aligned, [[n, types[n], repr(values.get(n))] for n in names],
+        sorted((k, v) for k, v in os.environ.items() if k.startswith("AMDGCN_")),
     ]  # fmt: skip
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:40]
     folder = Path(order["cache"]) / key
@@ -145,7 +155,7 @@ def build(job: dict, fn: object, types: dict, values: dict, order: dict) -> Path
         fn,
         {n: types[n] for n in names},
         {(names.index(n),): v for n, v in values.items()},
-        {(names.index(n),): attributes for n in pointers} if attributes else {},
+        facts,
     )
     built = triton.compile(source, target=target, options={"num_warps": job["num_warps"], "num_stages": job["num_stages"]})
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -187,12 +197,12 @@ def main() -> None:
             if job["kernel"] not in loaded:
                 loaded[job["kernel"]] = load(job["kernel"])
             fn, heuristics = loaded[job["kernel"]]
-            types, values = resolve(fn, heuristics, job["signature"], order["field"], job["kernel"])
+            types, values, aligned = resolve(fn, heuristics, job["signature"], order["field"], job["kernel"])
         except BadInput as error:
             say(refused=str(error))
             return
         try:
-            folder, error = str(build(job, fn, types, values, order)), ""
+            folder, error = str(build(job, fn, types, values, aligned, order)), ""
         except Exception as reason:  # whatever the compiler raises is this build's result
             folder, error = "", re.sub(r"\s+", " ", f"{type(reason).__name__}: {reason}").strip()[:600]
         say(number=job["number"], triton=triton.__version__, folder=folder, error=error)

@@ -52,6 +52,8 @@ class Build:
 
     kernel         "module:name" or "file.py:name"; heuristics and autotune wrappers are taken off
     signature      argument name to type ("*bf16", "i32", …) or to the value of a constexpr (None for an absent tensor);
+                   "i32:16" is an integer that is a multiple of 16 in every launch, which decides whether rows are copied
+                   asynchronously; a plain integer is specialised as Triton does it at a launch (1, or a multiple of 16)
                    what is not named is taken from FIELD_SIGNATURE, then from the kernel's heuristics and defaults
     pointer_range  every pointer argument carries tt.pointer_range = 32: Triton may use buffer operations (AMD)
     divisible      every pointer argument is divisible by 16
@@ -131,6 +133,8 @@ def compile_builds(builds: Iterable[Build], jobs: int = 1, progress: bool = Fals
     does not fit it; what a compiler says against one build is in that row's error.
     """
     builds = list(builds)
+    if jobs < 1:
+        raise BadInput(f"jobs is {jobs}; compiling needs at least one process")
     groups: dict = {}
     for n, b in enumerate(builds):
         if b.target not in TARGETS:
@@ -143,9 +147,8 @@ def compile_builds(builds: Iterable[Build], jobs: int = 1, progress: bool = Fals
     for version, members in groups.items():
         share = max(1, -(-len(members) // max(1, jobs)))
         batches += [(version, members[i : i + share]) for i in range(0, len(members), share)]
-    bar = tqdm(total=len(builds), desc="compile", disable=not progress, ascii=True)
-    done = joblib.Parallel(n_jobs=jobs, prefer="threads")(joblib.delayed(_batch)(v, m, builds, bar) for v, m in batches)
-    bar.close()
+    with tqdm(total=len(builds), desc="compile", disable=not progress, ascii=True) as bar:
+        done = joblib.Parallel(n_jobs=jobs, prefer="threads")(joblib.delayed(_batch)(v, m, builds, bar) for v, m in batches)
     results = {n: c for part in done for n, c in part.items()}
     return [results[n] for n in range(len(builds))]
 
