@@ -112,6 +112,19 @@ def test_a_slice_run_live_resumes_and_agrees_with_the_shipped_rows(shipped, tmp_
         assert both["race"].tolist() == both["race_shipped"].tolist()
 
 
+def test_reading_a_journal_leaves_the_file_as_it_is(shipped, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    whole = DATA.read_text().splitlines(keepends=True)[:2]
+    for text, rows in (("".join(whole) + '{"kernel": "reco', 2), ("".join(whole), 2), ('{"ker', 0)):
+        path.write_text(text)
+        assert len(read_journal(path)) == rows
+        assert path.read_text() == text
+    path.write_text("a file of somebody else, with no line end")
+    with pytest.raises(BadInput, match="line 1: not JSON"):
+        run_matrix([], path, jobs=1, progress=False)
+    assert path.read_text().endswith("no line end")
+
+
 def test_a_foreign_journal_is_refused_by_line(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("{}\n")

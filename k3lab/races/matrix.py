@@ -91,6 +91,8 @@ def run_matrix(
     """Fill the journal with every (build, input) that it lacks and return all its rows."""
     journal = Path(journal)
     have = {_key(r) for r in read_journal(journal)} if journal.exists() else set()
+    if journal.exists():
+        _cut_torn_line(journal)
     groups: dict = {}
     for b in builds:
         if any(_build_key(b, i) not in have for i in inputs):
@@ -120,16 +122,20 @@ def _key(row: dict) -> tuple:
 
 
 def read_journal(path: str | Path) -> list[dict]:
-    """Rows of a journal. A last line that a killed run left half-written is cut off; any other bad line is BadInput, by number."""
+    """Rows of a journal, without a last line that a killed run left half-written; any other bad line is BadInput, by number."""
     path = Path(path)
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"{path}: cannot be read as a journal: {error}") from None
-    whole, newline, torn = text.rpartition("\n")
-    if torn:
-        os.truncate(path, len((whole + newline).encode()))
-    return list(_rows(path, whole))
+    whole, _, torn = text.rpartition("\n")
+    return list(_rows(path, whole if torn.startswith("{") else text))
+
+
+def _cut_torn_line(journal: Path) -> None:
+    """Make a journal that could be read end where its last whole line ends, so that rows can be appended."""
+    data = journal.read_bytes()
+    os.truncate(journal, data.rfind(b"\n") + 1)
 
 
 def _rows(path: Path, text: str) -> Iterator[dict]:
