@@ -72,7 +72,7 @@ def new(finding: str, ran: str, size: tuple[float, float] = (7.5, 4.2), nrows: i
 
 
 def _wrap(text: str, inches: float, points: float) -> str:
-    return textwrap.fill(text, int(inches * 72 / (0.62 * points)))  # 0.62 em: the mean advance of bold DejaVu Sans
+    return textwrap.fill(text, max(1, int(inches * 72 / (0.62 * points))))  # 0.62 em: the mean advance of bold DejaVu Sans
 
 
 def _caption(fig: Figure, finding: str, ran: str, source: str) -> None:
@@ -135,8 +135,14 @@ def save(fig: Figure, frame: pd.DataFrame, name: str, out: str | os.PathLike | N
     out defaults to the environment variable K3LAB_OUT, else "out". The exported footer names the commit as well; the
     figure itself is left as it was. The same figure, frame, versions and commit give the same bytes. Each file is written
     to a temporary name and renamed, and none is renamed before all are written.
-    Raises BadInput for a name that is more than a file name, a figure without caption, or a folder that cannot be made.
+    Raises BadInput for a name that is more than a file name, a figure without caption, something else than a frame, or a folder
+    that cannot be made or written.
     """
+    if not isinstance(frame, pd.DataFrame):
+        raise BadInput(f"figure {name}: the numbers: is a {type(frame).__name__}, expected a pandas DataFrame")
+    clash = set(frame.index.names) & set(frame.columns) - {None}
+    if clash:
+        raise BadInput(f"figure {name}: {sorted(clash)[0]!r} names both the index and a column; rename one")
     if not _NAME.fullmatch(name):
         raise BadInput(f"figure name {name!r}: use letters, digits, '_', '-' and '.', beginning with a letter or digit, 100 at most")
     caption = _caption_of(fig)
@@ -154,11 +160,17 @@ def save(fig: Figure, frame: pd.DataFrame, name: str, out: str | os.PathLike | N
             ("md", _snippet(caption, frame, name, source).encode()),
         )
     }
-    with tempfile.TemporaryDirectory(dir=folder, prefix=f".{name}.") as work:
-        for file, content in files.items():
-            Path(work, file).write_bytes(content)
-        for file in files:
-            os.replace(Path(work, file), folder / file)
+    taken = [file for file in files if (folder / file).is_dir()]
+    if taken:
+        raise BadInput(f"{folder / taken[0]}: is a folder where a file is to be written; remove it or choose another name")
+    try:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=f".{name}.") as work:
+            for file, content in files.items():
+                Path(work, file).write_bytes(content)
+            for file in files:
+                os.replace(Path(work, file), folder / file)
+    except OSError as e:
+        raise BadInput(f"{folder}: cannot be written: {e.strerror}; choose another folder (K3LAB_OUT), or make room") from e
     return [folder / file for file in files]
 
 

@@ -153,3 +153,31 @@ def test_the_commit_is_unknown_outside_a_checkout_and_never_somebody_elses(tmp_p
 def test_sha256_is_of_the_bytes_of_the_file(tmp_path):
     (tmp_path / "x").write_bytes(b"abc")
     assert provenance.sha256(tmp_path / "x") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+
+
+@pytest.mark.parametrize(
+    ("frame", "reason"),
+    [
+        (FRAME.iloc[:, 0], "is a Series, expected a pandas DataFrame"),
+        ({"a": 1}, "is a dict"),
+        (FRAME.rename_axis(FRAME.columns[0]), "names both the index and a column"),
+    ],
+)
+def test_numbers_that_are_no_table_are_refused(tmp_path, frame, reason):
+    with pytest.raises(BadInput, match=reason):
+        figures.save(draw(), frame, "x", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_leaves_nothing_half_written(tmp_path, monkeypatch):
+    (tmp_path / "x.csv").mkdir()
+    with pytest.raises(BadInput, match=r"x\.csv: is a folder"):
+        figures.save(draw(), FRAME, "x", tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["x.csv"]
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.mkdtemp", refuse)
+    with pytest.raises(BadInput, match="cannot be written: Permission denied"):
+        figures.save(draw(), FRAME, "y", tmp_path)
