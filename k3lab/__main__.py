@@ -57,12 +57,19 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; return its exit status. K3labError becomes one line on stderr and status 2."""
+    """Run one command; return its exit status. Bad input, a full disk or Ctrl-C becomes one line on stderr and status 2 (130)."""
     args = build_parser().parse_args(argv)
     try:
-        return args.run(args)
+        status = args.run(args)
+        sys.stdout.flush()  # here, so that a full disk is reported
+        return status
     except K3labError as e:
         return _complain(e)
+    except OSError as e:
+        return _complain(f"{e}; check the space and the permissions there")
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        return 130
     except ModuleNotFoundError as e:
         return _complain(f"{e.name} is not installed; python -m k3lab doctor says how to install what is missing")
 
