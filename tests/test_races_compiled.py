@@ -16,7 +16,7 @@ from k3lab.races.lds import analyse, left_after, run, sufficient_waits
 from k3lab.races.toolchain import add_toolchain, toolchain_path, toolchains
 from k3lab.testing import random_call
 
-pytest.importorskip("triton", reason="Triton has no build for this platform")
+triton = pytest.importorskip("triton", reason="Triton has no build for this platform")
 FLA = "fla.ops.kda.wy_fast:recompute_w_u_fwd_kda_kernel"
 INPUTS = ["full", "length1", "middle", "tail"]
 
@@ -175,6 +175,14 @@ def test_kernel_of_a_file_with_autotune_and_heuristics(folder, user):
     assert (alone.error, both.error) == ("", "")
     assert alone.text("amdgcn").count("buffer_load") < both.text("amdgcn").count("buffer_load")
     assert "power of 2" in wrong.error  # one bad row costs itself alone
+
+
+def test_an_error_of_the_compiler_itself_says_what_it_is(folder):
+    """Triton raises "PassManager::run failed" and prints the reason; 3.7.1 cannot lower an asynchronous copy of this kernel."""
+    (c,) = compile_builds([Build("k3lab.kda.triton_chunk:intra_fwd_kernel", 4, 2, pointer_range=False, async_copy=True)])
+    if triton.__version__ == "3.7.1":
+        assert "PassManager" in c.error
+    assert "PassManager" not in c.error or re.search(r"triton_chunk\.py:\d+:\d+: error: ", c.error)
 
 
 def test_integers_are_specialised_as_a_launch_does_it(folder, user):

@@ -179,6 +179,12 @@ def build(job: dict, fn: object, types: dict, values: dict, aligned: list, order
     return folder
 
 
+def _diagnostic(start: int) -> str:
+    """The first "error:" line that the compiler, which is no Python, has written to stderr (a file) from byte `start` on."""
+    text = os.pread(2, max(0, os.fstat(2).st_size - start), start).decode(errors="replace")
+    return next((" " + x for x in text.splitlines() if "error: " in x), "")
+
+
 def main() -> None:
     # kernels' modules may print: answers go to the real stdout, everything else to stderr
     answers = os.fdopen(os.dup(1), "w")
@@ -201,10 +207,11 @@ def main() -> None:
         except BadInput as error:
             say(refused=str(error))
             return
+        start = os.fstat(2).st_size
         try:
             folder, error = str(build(job, fn, types, values, aligned, order)), ""
         except Exception as reason:  # whatever the compiler raises is this build's result
-            folder, error = "", re.sub(r"\s+", " ", f"{type(reason).__name__}: {reason}").strip()[:600]
+            folder, error = "", re.sub(r"\s+", " ", f"{type(reason).__name__}: {reason}{_diagnostic(start)}").strip()[:600]
         say(number=job["number"], triton=triton.__version__, folder=folder, error=error)
 
 
