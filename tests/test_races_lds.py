@@ -259,6 +259,16 @@ def test_ttgir_copy_without_a_dma_is_noted():
     assert (f.kind, f.bytes, f.pairs) == ("missing copy", 1024, 1)
 
 
+def test_a_copy_in_an_inlined_helper_is_named_by_the_line_of_the_kernel():
+    """Both sides of the comparison must: else every copy through one helper would count as the same."""
+    inlined = "\t.loc 1 3 5 ; ops.py:3:5 @[ /src/middle.py:4:1 @[ demo.py:7:9 ] ]\n"
+    body = COPY.replace("\t.loc 1 7 0\n", inlined) + WAITED + READ_OTHER
+    called = TTGIR.replace('#loc3 = loc("b_v"(#loc2))', '#loc3 = loc(callsite(#loc4 at #loc2))\n#loc4 = loc("/src/ops.py":3:5)')
+    assert ttgir_copies(called) == [("demo.py:7", 1024), ("demo.py:7", 1024)]
+    assert [i.source for i in kernel(body).program.instructions if "lds" in i.op] == ["demo.py:7"]
+    assert reports(body, called).count("missing copy") == 0
+
+
 def test_barrier_count_mismatch_is_a_hazard():
     body = "\tv_cmp_gt_u32_e32 vcc, 64, v0\n\ts_cbranch_vccz .LBB0_1\n\ts_barrier\n.LBB0_1:\n\ts_nop 0\n"
     r = reports(body)

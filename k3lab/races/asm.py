@@ -99,7 +99,9 @@ def parse(text: str, where: str = "assembly") -> Program:
             files[m[1]] = m[2].rsplit("/", 1)[-1]
         elif m := re.match(r"\s*\.loc\s+(\d+)\s+(\d+)", line):
             if m[2] != "0":  # line 0 is the compiler's own code; the line before tells the reader more
-                source = f"{files.get(m[1], '?')}:{m[2]}"
+                # of an inlined helper, the line of the kernel that called it: ; ops.py:11:13 @[ kernel.py:239:14 ]
+                caller = re.search(r"@\[ (?:[^\s\]]*/)?([^\s/\]]+):(\d+):\d+[ \]]*$", raw)
+                source = f"{caller[1]}:{caller[2]}" if caller else f"{files.get(m[1], '?')}:{m[2]}"
         elif m := re.match(r"([.\w$]+):", line):
             inside = inside or m[1] == names[0]
             if m[1].startswith(".Lfunc_end"):

@@ -188,8 +188,8 @@ def ttgir_copies(ttgir: str) -> list[tuple[str, int]]:
         text = locations.get(reference, "")
         if m := re.search(r'"([^"]+)":(\d+)', text):
             return f"{m[1].rsplit('/', 1)[-1]}:{m[2]}"
-        inner = re.search(r"#loc\w*", text)
-        return resolve(inner[0]) if inner else "?"
+        inner = re.findall(r"#loc\w*", text)  # callsite(helper at caller): the caller's line, as in the assembly
+        return resolve(inner[-1]) if inner else "?"
 
     out = []
     for line in ttgir.split("\n"):
