@@ -162,8 +162,9 @@ def test_check_looks_at_any_dtype_that_a_file_can_hold(capsys, tmp_path):
     """Packed, unsigned and 8-bit types have no arithmetic in torch; the doctor reports, it does not fall over."""
     tensors = {"arg.fp8": torch.tensor([1.0, float("nan")]).to(torch.float8_e4m3fn), "arg.mx": torch.zeros(4, dtype=torch.uint8)}
     tensors["arg.mx"] = tensors["arg.mx"].view(torch.float4_e2m1fn_x2)
+    tensors |= {"raw_g": torch.zeros(8, 2, 8).to(torch.float8_e4m3fn), "raw_beta": torch.zeros(64, 1).to(torch.float8_e5m2)}
     tensors |= {"token_ids": torch.arange(9).to(torch.uint32)}
-    Capture(tensors, {"kind": "call"}).save(tmp_path / "a.safetensors")
+    Capture(tensors, {"kind": "kda"}).save(tmp_path / "a.safetensors")
     status, out, _ = run(capsys, "check", tmp_path / "a.safetensors")
     assert status == 1
     assert "error: arg.fp8" in out

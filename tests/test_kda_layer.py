@@ -214,6 +214,21 @@ def test_any_head_width_with_k_apart_from_v(K, V, layout, route):
         assert_within_budget(name, getattr(result, name), truth[name], low[name], torch.float32)
 
 
+@pytest.mark.parametrize("route", ["chunk_all", "split", "gather_split"])
+@pytest.mark.parametrize("impl", ["torch", "triton", "reference"])
+@pytest.mark.parametrize("slots", [[1, 2, 3], [0, 2, 0], [0, 0, 0]])
+def test_a_step_leaves_the_call_as_it_was(slots, impl, route, device):
+    """Without has_initial_state the starting state is the call's own tensor: a replay must not change what the next one reads."""
+    call = random_call((1, 1, 5), heads=1, head_dim=64, device=device)
+    call = replace(call, has_initial_state=None, state_indices=torch.tensor(slots, device=device))
+    before = {f: x.clone() for f, x in vars(call).items() if isinstance(x, torch.Tensor)}
+    result = kda_layer_step(call, route, impl)
+    result.final_state.fill_(float("nan"))
+    result.o.fill_(float("nan"))
+    for name, x in before.items():
+        assert torch.equal(getattr(call, name), x), name
+
+
 def test_split_refuses_a_batch_that_is_not_decode_first():
     with pytest.raises(BadInput, match="decode-first"):
         kda_layer_step(replace(random_call((2, 1), head_dim=64), num_decodes=1), "split")

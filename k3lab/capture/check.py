@@ -235,11 +235,11 @@ def _gate(c: Capture) -> Iterator[Finding]:
         yield Finding("error", "metadata lower_bound", "", what, "give the negative bound of the checkpoint (Kimi-K3: -5), or None")
         bound = None
     beta = c.tensors.get("raw_beta")
-    if beta is not None and beta.is_floating_point() and beta.numel() >= 64 and bool(((beta >= 0) & (beta <= 1)).all()):
+    if beta is not None and beta.dtype in FLOATS and beta.numel() >= 64 and bool(((beta >= 0) & (beta <= 1)).all()):
         what = "all values lie in [0, 1]: looks like beta after the sigmoid"
         yield Finding("warning", "raw_beta", "", what, "if so, store it under the name beta")
     g = _packed(c, "raw_g")
-    if g is None or g.numel() < 64 or not g.is_floating_point() or not bool((g <= 0).all()):
+    if g is None or g.numel() < 64 or g.dtype not in FLOATS or not bool((g <= 0).all()):
         return
     low, high = float(g.min()), float(g.max())
     do = "if so, store it under the name g (kda_call turns it back), with gate_base 'natural' or 'log2'"

@@ -77,7 +77,10 @@ class KdaCall:
         return replace(self, **moved)
 
     def state_vk(self) -> Tensor:
-        """The starting state of every sequence as [N, H, V, K] fp32 (or float64 if stored so), zeros where there is none."""
+        """The starting state of every sequence as [N, H, V, K] fp32 (or float64 if stored so), zeros where there is none.
+
+        May be initial_state itself: read it, do not write it.
+        """
         n, h, kk, vv = self.num_sequences, self.q.shape[1], self.q.shape[2], self.v.shape[2]
         if self.initial_state is None:
             return self.q.new_zeros(n, h, vv, kk, dtype=torch.float32)

@@ -118,7 +118,7 @@ def kda_layer_step(call: KdaCall, route: str = "split", impl: str = "torch", pad
         launches.append(Launch(kernel, sequences, rows, part, out))
         if o is None:
             o = torch.zeros(*call.v.shape, dtype=out["o"].dtype, device=call.v.device)
-            final = call.state_vk().to(out["final_state"].dtype)
+            final = call.state_vk().to(out["final_state"].dtype, copy=True)  # state_vk may be the call's own tensor
         o[rows] = out["o"]
         final[torch.tensor(sequences, device=final.device)] = out["final_state"]
         if "states" in out:
@@ -128,7 +128,7 @@ def kda_layer_step(call: KdaCall, route: str = "split", impl: str = "torch", pad
                 plain = (~part.spec_mask.bool()).repeat_interleave(part.cu_seqlens.long().diff())
                 states[rows[plain]] = float("nan")
     if o is None:
-        o, final = torch.zeros_like(call.v), call.state_vk()
+        o, final = torch.zeros_like(call.v), call.state_vk().clone()
     y = None
     if call.output_gate is not None and call.norm_weight is not None:
         acc = torch.promote_types(o.dtype, torch.float32)

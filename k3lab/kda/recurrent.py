@@ -18,7 +18,7 @@ def recurrent_kda(call: KdaCall) -> dict[str, Tensor]:
     acc = torch.float64 if call.q.dtype == torch.float64 else torch.float32
     x = prepare(call.check(), acc)
     cu, lengths = call.cu_seqlens.long(), call.cu_seqlens.long().diff()
-    S = x["state"]
+    S = x["state"].clone()  # may be the call's own tensor
     o = torch.empty_like(x["v"])
     states = o.new_empty(*o.shape, call.q.shape[-1]) if call.spec_mask is not None else None
     for step in range(int(lengths.max())):
