@@ -15,7 +15,7 @@ from k3lab import figures, nonfinite
 from k3lab.errors import BadInput
 from k3lab.kda import stages
 from k3lab.kda.call import KdaCall
-from k3lab.kda.layer import kda_layer_step
+from k3lab.kda.layer import kda_layer_step, plan
 from k3lab.shapes import CHUNK
 
 FINITE, MASKED, INVERSE, RECOMPUTE, NOT_FINITE = "#e8eef4", "#b8b8b8", "#E69F00", "#0072B2", "#D55E00"
@@ -152,6 +152,12 @@ def length_map_figure(frame: pd.DataFrame) -> Figure:
     ax.grid(False)
     _legend(ax, {FINITE: "finite", INVERSE: "first: inverse", RECOMPUTE: "first: recompute_w_u"})
     return fig
+
+
+def chunked(call: KdaCall, route: str) -> list[int]:
+    """Sequences that the route sends through the chunk kernel, shortest first."""
+    sequences = [n for kernel, launched in plan(call, route) if kernel == "chunk" for n in launched]
+    return sorted(sequences, key=lambda n: (int(call.lengths[n]), n))
 
 
 def provenance_frame(call: KdaCall, route: str, padding: stages.Padding, sequence: int) -> pd.DataFrame:

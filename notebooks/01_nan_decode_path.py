@@ -43,7 +43,7 @@ from k3lab.kda.layer import kda_layer_step, plan
 from k3lab.testing import error_budget, low_precision_reference
 from k3lab.tiny import accuracy, data, model, serving
 
-torch.set_num_threads(min(2, os.cpu_count() or 1))
+torch.set_num_threads(1)  # small tensors: more threads wait for each other, longest on a busy machine
 print(provenance.versions())
 
 # %% [markdown]

@@ -56,6 +56,12 @@ def test_a_decode_is_not_in_the_chunk_kernel_by_split(call):
         nan_figures.provenance_frame(call, "split", "nan", 0)
 
 
+def test_chunked_sequences_are_named_shortest_first(call):
+    assert nan_figures.chunked(call, "chunk_all") == [0, 1, 2, 3, 4]
+    assert nan_figures.chunked(call, "split") == [2, 3, 4]
+    assert nan_figures.chunked(random_call((1, 1), head_dim=64), "split") == []
+
+
 def test_length_map_is_drawn_from_its_frame():
     frame = nonfinite.length_map([1, 3, 64], ("zero", "nan"))
     assert "2 of 3 lengths, all but 64; zeros reach 0" in nan_figures.length_map_figure(frame).texts[0].get_text().replace("\n", " ")
