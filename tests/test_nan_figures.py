@@ -101,7 +101,7 @@ def test_accuracy_sums_counts_over_seeds_and_finds_the_p_of_a_ratio(tmp_path):
         accuracy.p_of_ratio(frame, "chunk_all", 0.9)
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"rows": [{}]}', "[]", '{"rows": 3}'])
+@pytest.mark.parametrize("text", ["", "{", '{"rows": []}', "[" * 100_000, '{"rows": [{}]}', "[]", '{"rows": 3}'])
 def test_a_foreign_accuracy_file_is_refused(tmp_path, text):
     path = tmp_path / "a.json"
     path.write_text(text)

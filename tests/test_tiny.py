@@ -318,3 +318,9 @@ def test_accuracy_expectation():
     tokens = list(b" 1 + 1 = 2. The answer is 2.\n\n")
     assert measure.answered_at(tokens, list(range(len(tokens)))) == tokens.index(ord("\n")) - 1
     assert measure.answered_at([0, 0, 0], [3, 4, 9]) == 9
+
+
+@pytest.mark.parametrize(("wrong", "named"), [({"p": 1.5}, "p"), ({"p": float("nan")}, "p"), ({"max_new": 0}, "max_new")])
+def test_serve_refuses_what_it_cannot_do(wrong, named):
+    with pytest.raises(BadInput, match=rf"^{named}:"):
+        serving.serve(model.TinyK3(model.SMALL), [torch.tensor([1, 2])], **wrong)

@@ -335,3 +335,12 @@ def compile_all() -> dict:
 
 if __name__ == "__main__":
     print(json.dumps(compile_all()))
+
+
+@pytest.mark.parametrize("lower_bound", [-10.0, -20.0])
+def test_a_wide_gate_bound_does_not_overflow(lower_bound, device):
+    """Below stages.LOWEST_BOUND half a row block would pass float32's exponents; the pairs are taken one by one there."""
+    from k3lab.kda.triton_chunk import chunk_kda
+
+    call = random_call((65,), heads=1, head_dim=64, decay="strong", lower_bound=lower_bound, seed=5).to(device)
+    check_result(call, chunk_kda(call, empty=poisoned), torch.float32)

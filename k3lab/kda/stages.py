@@ -40,6 +40,11 @@ RCP_LN2 = 1.4426950408889634  # natural log to log2 units
 LOWEST_BOUND = -10.0  # half a row block may reach exp2(8 * 10 / ln 2) = 2^115 in float32; a lower bound is taken pair by pair
 
 
+def gate_is_bounded(lower_bound: float | None) -> bool:
+    """True where half a row block of the gate stays inside float32's exponents, so that intra may split them there."""
+    return lower_bound is not None and lower_bound >= LOWEST_BOUND
+
+
 def chunk_index(cu_seqlens: Tensor) -> Tensor:
     """(sequence, chunk within the sequence) of every chunk, [NT, 2] int32 on the device of cu_seqlens."""
     chunks = (cu_seqlens.long().diff() + CHUNK - 1) // CHUNK
@@ -265,7 +270,7 @@ def chunk_kda(call: KdaCall, padding: Padding = "zero", progress: Callable[[str]
 
     q_n, k_n, beta = out["q_n"], out["k_n"], out["beta"]
     out["g"] = g = gate_cumsum(begin("gate_cumsum"), call, acc)
-    bounded = call.lower_bound is not None and call.lower_bound >= LOWEST_BOUND
+    bounded = gate_is_bounded(call.lower_bound)
     out["Aqk"], out["Akk"] = intra(begin("intra"), q_n, k_n, g, beta, bounded, acc)
     out["A"] = inverse(begin("inverse"), out["Akk"], call.q.dtype, acc)
     out["w"], out["u"], out["kg"] = recompute_w_u(begin("recompute_w_u"), k_n, call.v, beta, out["A"], g, acc)

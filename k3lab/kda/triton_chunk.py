@@ -25,7 +25,7 @@ from k3lab.errors import BadInput, Unsupported
 from k3lab.kda.call import KdaCall
 from k3lab.kda.reference import L2_EPS
 from k3lab.kda.runtime import check_launch
-from k3lab.kda.stages import RCP_LN2, STAGES, chunk_index, padding_of
+from k3lab.kda.stages import RCP_LN2, STAGES, chunk_index, gate_is_bounded, padding_of
 from k3lab.kda.triton_ops import chunk_span, load_rows, log_decay
 from k3lab.shapes import CHUNK, SUB_CHUNK
 
@@ -489,7 +489,7 @@ def chunk_kda(
     out = prepare(call.q, call.k, call.raw_beta, (configs or {}).get("prepare"), empty)
     q_n, k_n, beta = out["q_n"], out["k_n"], out["beta"]
     out["g"] = g = gate_cumsum(call.raw_g, call.A_log, call.dt_bias, call.lower_bound, *at, **how("gate_cumsum"))
-    out["Aqk"], out["Akk"] = intra(q_n, k_n, g, beta, call.lower_bound is not None, *at, **how("intra"))
+    out["Aqk"], out["Akk"] = intra(q_n, k_n, g, beta, gate_is_bounded(call.lower_bound), *at, **how("intra"))
     out["A"] = inverse(out["Akk"], call.q.dtype, *at, **how("inverse"))
     out["w"], out["u"], out["kg"] = recompute_w_u(k_n, call.v, beta, out["A"], g, *at, **how("recompute_w_u"))
     out["h"], out["v_new"], out["final_state"] = state_pass(out["w"], out["u"], out["kg"], g, call.state_vk(), *at, **how("state"))

@@ -38,7 +38,8 @@ def load(path: str | PathLike) -> pd.DataFrame:
                 for r in record["rows"]
             ]
         )  # fmt: skip
-    except (OSError, ValueError, KeyError, TypeError) as e:
+        rows["correct"].sum()
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
         raise BadInput(
             f"{path}: not an accuracy record of data/measure_accuracy.py ({type(e).__name__}: {e}); make it with that script"
         ) from e

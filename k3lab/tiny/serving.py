@@ -99,6 +99,10 @@ def serve(
     arrivals = [0] * len(prompts) if arrivals is None else list(arrivals)
     if len(arrivals) != len(prompts) or sorted(arrivals) != arrivals:
         raise BadInput(f"arrivals: {len(arrivals)} steps for {len(prompts)} prompts; give one per prompt, ascending")
+    if p is not None and not 0 <= p <= 1:
+        raise BadInput(f"p: {p} is no probability; give 0 to 1, or None for plain padding")
+    if max_new < 1:
+        raise BadInput(f"max_new: {max_new} is below 1; a request makes at least one token")
     if p is not None and padding != "zero":
         raise BadInput(f"padding {padding!r} and p={p}: with p, undefined rows are NaN or zero by the draw; leave padding at its default")
     heads, layers = model.config.shapes.num_heads, model.kda_layers
