@@ -32,7 +32,6 @@
 
 # %%
 import inspect
-import os
 import subprocess
 import sys
 import tempfile
@@ -57,7 +56,7 @@ from k3lab.races.matrix import CONFIGS, INPUTS, KEYS, matrix_builds, read_journa
 from k3lab.races.sweep import read_journal as read_sweep
 from k3lab.races.verdicts import judge
 
-torch.set_num_threads(min(2, os.cpu_count() or 1))
+torch.set_num_threads(1)  # small tensors: more threads wait for each other
 print(provenance.versions())
 
 # %% [markdown]
