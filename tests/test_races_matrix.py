@@ -207,3 +207,28 @@ def test_toolchain_list(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("K3LAB_TOOLCHAINS", str(tmp_path))
     assert command("toolchain", "list") == 0
     assert "no toolchain added" in capsys.readouterr().out
+
+
+def test_races_takes_its_types_from_a_capture(tmp_path, capsys):
+    """A KDA capture gives the launch of the chunk forward; a capture of kind call gives each recorded argument's type."""
+    import torch
+
+    from k3lab.capture import Capture
+    from k3lab.testing import random_call
+
+    kda = Capture.from_call(random_call((1, 65), heads=2, dtype=torch.float16)).save(tmp_path / "kda.safetensors")
+    common = ("--configs", "w4s4", "--inputs", "full", "--pointer-range", "off", "--jobs", "1", "--json")
+    assert command("races", RECOMPUTE_W_U, "--capture", str(kda), *common) == 1
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [r["verdict"] for r in rows] == ["race"]
+
+    source = tmp_path / "scale.py"
+    source.write_text(
+        "import triton\nimport triton.language as tl\n\n\n@triton.jit\ndef scale(x, y, N: tl.constexpr):\n"
+        "    o = tl.arange(0, N)\n    tl.store(y + o, tl.load(x + o) * 2)\n"
+    )
+    tensors = {"arg.x": torch.zeros(64), "arg.y": torch.zeros(64), "result.0": torch.zeros(1)}
+    recorded = Capture(tensors, {"kind": "call"}).save(tmp_path / "call.safetensors")
+    signature = ("--signature", '{"N": 64}')
+    assert command("races", f"{source}:scale", "--capture", str(recorded), *signature, *common) == 0
+    assert [r["verdict"] for r in json.loads(capsys.readouterr().out)["rows"]] == ["ordered"]

@@ -43,7 +43,11 @@ def add_parsers(commands: argparse._SubParsersAction) -> None:
         "--pointer-range", choices=["on", "off", "both"], default="both", help="tt.pointer_range=32 on pointers (default: both)"
     )
     races.add_argument(
-        "--async", dest="async_copy", choices=["on", "off", "both", "default"], default="on", help="async copies (default: on)"
+        "--async",
+        dest="async_copy",
+        choices=["on", "off", "both", "default"],
+        default="on",
+        help="async copies (default: on; Triton's own default is on for gfx950 from 3.8 on, else off)",
     )
     races.add_argument("--padding", default="", help="the kernel's PADDING constexpr, with commas: undefined, zero, nan")
     races.add_argument("--configs", default="", help="such as w4s2,w4s4 (default: warps 2, 4, 8 x stages 2, 3, 4)")
@@ -53,6 +57,10 @@ def add_parsers(commands: argparse._SubParsersAction) -> None:
         help='JSON object or file: argument to type or value, {"x": "*bf16", "N": "i32", "stride": "i32:16", "BLOCK": 64}; '
         "i32:16 is a multiple of 16",
     )
+    races.add_argument(
+        "--capture", metavar="FILE",
+        help="argument types of a recorded call: a KDA capture for recompute_w_u_fwd_kernel, or one of kind call; --signature goes on top",
+    )  # fmt: skip
     races.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
     lds = command(
         "lds", lds_main, "look for LDS races in assembly that you have",
@@ -88,7 +96,7 @@ def races_main(args: argparse.Namespace) -> int:
 
     if not args.target.startswith("hip:"):
         raise BadInput(f"--target {args.target}: LDS analysis is for AMD targets; a CUDA kernel can be compiled, and swept on a GPU")
-    signature = _signature(args.signature)
+    signature = {**_captured(args.capture), **_signature(args.signature)}
     configs = [_config(c) for c in args.configs.split(",")] if args.configs else CONFIGS
     padding = [p.strip() for p in args.padding.split(",")]
     chains = [t.strip() for t in args.toolchain.split(",")]
@@ -202,6 +210,19 @@ def _config(text: str) -> tuple[int, int]:
     if not m:
         raise BadInput(f"--configs: {text!r} is not a config like w4s2 (num_warps 4, num_stages 2)")
     return int(m[1]), int(m[2])
+
+
+def _captured(path: str | None) -> dict:
+    """The signature of a recorded call: by the launch of the chunk forward for a KDA capture, else argument by argument."""
+    if not path:
+        return {}
+    from k3lab.capture import Capture
+    from k3lab.races.compiled import recompute_w_u_signature, signature_of
+
+    capture = Capture.load(path)
+    if capture.kind == "kda":
+        return recompute_w_u_signature(capture.kda_call())
+    return signature_of({name.removeprefix("arg."): x for name, x in capture.tensors.items() if not name.startswith("result.")})
 
 
 def _signature(text: str | None) -> dict:
