@@ -230,6 +230,8 @@ def main() -> int:
     failed = 0
     chosen = select(folder, args.names)
     for source in chosen:
+        for stale in out.glob(f"{source.stem.split('_')[0]}_*.*"):
+            stale.unlink()
         began = time.monotonic()
         complaints = process(args.what, source, out)
         failed += bool(complaints)

@@ -9,10 +9,12 @@ import json
 import math
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 from k3lab.errors import BadInput, K3labError
 from k3lab.races.cli import add_parsers
+from k3lab.subcommand import add_command
 
 STATUS = "exit status: 0 clean, 1 a finding, 2 bad input"
 
@@ -21,14 +23,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m k3lab", description="Investigate Kimi-K3 serving faults.", epilog=STATUS)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(name: str, run, summary: str, details: str, example: str) -> argparse.ArgumentParser:
-        sub = commands.add_parser(
-            name, help=summary, description=f"{summary[0].upper()}{summary[1:]}. {details}",
-            epilog=f"{STATUS}\n\nexample:\n  python -m k3lab {example}", formatter_class=argparse.RawDescriptionHelpFormatter,
-        )  # fmt: skip
-        sub.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-        sub.set_defaults(run=run, parser=sub)
-        return sub
+    command = partial(add_command, commands, status=STATUS)
 
     command(
         "doctor", _doctor, "look at this installation, and say how to mend it",
@@ -37,7 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
     check = command(
         "check", _check, "look for what is wrong with captures before anything runs on them",
         "Errors and warnings are\nfindings (exit status 1), notes are not. Every file is looked at, also after one that cannot be read.",
-        "check data/captures",
+        "check data/captures/mixed_split_layer1.safetensors",
     )  # fmt: skip
     check.add_argument("captures", nargs="+", metavar="CAPTURE", help=".safetensors files, folders of them, or patterns such as 'run1/*'")
     nan = command(

@@ -43,22 +43,27 @@ def _tokens(n: int) -> str:
 
 
 def _kinds(call: KdaCall, sequences: pd.Series) -> np.ndarray:
-    return np.where(sequences < call.num_decodes, "decode", "prefill")
+    # between speculative rows a plain sequence of one token is a decode, wherever it stands
+    single = np.array([call.spec_mask is not None and n == 1 for n in call.lengths.tolist()])
+    return np.where((sequences < call.num_decodes) | single[sequences], "decode", "prefill")
 
 
 def tiles_figure(call: KdaCall) -> tuple[Figure, pd.DataFrame]:
-    """The 64-row tiles that a batch becomes in the chunk kernel: rows that exist, and rows that are masked.
+    """The 64-row tiles that a batch becomes in the chunk kernel by chunk_all: rows that exist, and rows that are masked.
 
     Frame: one row per tile with sequence, chunk, kind ("decode" or "prefill"), rows.
     """
     lengths = call.lengths.tolist()
     frame = pd.DataFrame(stages.chunk_index(call.cu_seqlens).tolist(), columns=["sequence", "chunk"])
+    frame = frame[frame["sequence"].isin(chunked(call, "chunk_all"))].reset_index(drop=True)
     frame["kind"] = _kinds(call, frame["sequence"])
     frame["rows"] = [min(CHUNK, lengths[s] - c * CHUNK) for s, c in zip(frame["sequence"], frame["chunk"], strict=True)]
     masked = int((CHUNK - frame["rows"]).sum())
+    kinds = frame.drop_duplicates("sequence")["kind"]
     fig, ax = figures.new(
         f"{int((frame['rows'] < CHUNK).sum())} of {len(frame)} tiles have masked rows: {masked} of {CHUNK * len(frame)} rows hold no token",
-        f"route chunk_all: {call.num_decodes} decodes, then {call.num_sequences - call.num_decodes} prefills, {call.q.shape[0]} tokens; "
+        f"route chunk_all: {int((kinds == 'decode').sum())} decodes and {int((kinds == 'prefill').sum())} prefills, "
+        f"{int(frame['rows'].sum())} tokens; "
         "one bar per 64-row tile of one head",
         size=(7.5, max(2.4, 0.16 * len(frame) + 0.8)),
     )

@@ -26,8 +26,8 @@
 # 4. Splitting the batch saves the decodes. A prefill with a ragged last chunk stays exposed. Zero-filling the masked rows
 #    closes both.
 #
-# Everything here runs on a CPU, on activations of a small trained model of the Kimi-K3 architecture. Undefined rows are *set*
-# to NaN. What that does and does not prove is said at the end.
+# The cells run on a CPU, on activations of a small trained model of the Kimi-K3 architecture (trained on an H200; so were the
+# chunk_all counts of section 8). Undefined rows are *set* to NaN. What that does and does not prove is said at the end.
 
 # %%
 import os
@@ -120,7 +120,7 @@ for route in ("chunk_all", fixed):
 
 # %%
 outcome = nan_figures.routes_frame(call, ("chunk_all", fixed))
-fig = nan_figures.routes_figure(outcome, f"KDA layer {call.layer}, {call.num_sequences} sequences, {call.q.dtype}")
+fig = nan_figures.routes_figure(outcome, f"{os.path.basename(path)}, {call.num_sequences} sequences, {call.q.dtype}")
 figures.save(fig, outcome, "01_routes")
 fig
 
@@ -134,7 +134,7 @@ if shipped:
     assert (outcome["state_lost"] == (outcome["first_stage"] != "")).all()
 
 # %% [markdown]
-# With NaN in the masked rows `chunk_all` loses nine of ten sequences; the one that lives is the prefill of exactly 64 tokens.
+# In the shipped capture, with NaN in the masked rows, `chunk_all` loses nine of ten sequences; the one that lives is the prefill of exactly 64 tokens.
 # `split` saves the five decodes and still loses the four prefills with a ragged last chunk, the one of a single token among
 # them. With zeros in the masked rows both routes are finite. Every sequence that is hit loses its state too, so it never
 # recovers.
@@ -207,7 +207,7 @@ assert all(nan[n] == nan[n + 64] for n in range(1, 67))
 #
 # ## 6 · Where it enters, and what it takes
 #
-# The decode in sequence 0, stage by stage. A column is a tensor, a row a row of its 64-row tile; 63 of 64 rows hold no token.
+# A shortest sequence (in the shipped capture the decode in sequence 0), stage by stage. A column is a tensor, a row a row of its 64-row tile.
 
 
 # %%
@@ -215,7 +215,7 @@ fig = None
 if nan_figures.chunked(call, "chunk_all"):
     shortest = nan_figures.chunked(call, "chunk_all")[0]
     first_decode = nan_figures.provenance_frame(call, "chunk_all", "nan", shortest)
-    ran = f"KDA layer {call.layer}, route chunk_all, padding nan"
+    ran = f"{os.path.basename(path)}, route chunk_all, padding nan"
     fig = nan_figures.provenance_figure(first_decode, shortest, int(call.lengths[shortest]), ran)
     figures.save(fig, first_decode, "01_provenance_decode")
 else:
@@ -223,14 +223,14 @@ else:
 fig
 
 # %% [markdown]
-# And the longest prefill, by the *fixed* route: its last tile has 8 rows.
+# And the longest prefill, by the *fixed* route: in the shipped capture its last tile has 8 rows.
 
 # %%
 fig = None
 if nan_figures.chunked(call, fixed):
     longest = nan_figures.chunked(call, fixed)[-1]
     prefill = nan_figures.provenance_frame(call, fixed, "nan", longest)
-    ran = f"KDA layer {call.layer}, route {fixed}, padding nan"
+    ran = f"{os.path.basename(path)}, route {fixed}, padding nan"
     fig = nan_figures.provenance_figure(prefill, longest, int(call.lengths[longest]), ran)
     figures.save(fig, prefill, "01_provenance_prefill")
 else:
@@ -277,7 +277,7 @@ if shipped:
     assert (blame["zero in this stage alone"] == 9).all()
 
 # %% [markdown]
-# Three stages each suffice to lose all nine sequences, and `inverse` loses two; filling any one stage with zeros saves
+# In the shipped capture three stages each suffice to lose all nine sequences, and `inverse` loses two; filling any one stage with zeros saves
 # nothing while the others stay undefined. `gate_cumsum` and `intra` are safe by construction: a cumulative sum runs forward,
 # and the causal mask there is a *select*. (A multiply by the mask would not be: `0 * NaN`.)
 #
@@ -371,7 +371,8 @@ display(curve[["series", "p", "correct", "total", "rate", "low", "high", "expect
 # %%
 fig = nan_figures.accuracy_figure(
     curve,
-    f"tiny Kimi-K3, {int(acc['total'].iloc[0])} held-out problems a point, greedy, up to 128 requests at a time; bars: 95% Wilson",
+    f"tiny Kimi-K3, {int(acc['total'].iloc[0])} held-out problems a point, up to 128 requests at a time; chunk_all served on an H200, "
+    "split on a CPU, one seed; bars: 95% Wilson",
     {"PR 50649, gsm8k with the fix": drop["PR"], "before": drop["before"]},
     p_drop,
 )
@@ -403,7 +404,7 @@ assert worst > 0.05, "a measured rate is away from what its exposure counts pred
 # python -m k3lab check my_capture.safetensors            # what is wrong with the file, before anything runs
 # python -m k3lab nan my_capture.safetensors              # observed, apart from exposed
 # python -m k3lab nan my_capture.safetensors --route split --padding zero --json
-# K3LAB_CAPTURE=my_capture.safetensors make run           # this notebook on it, figures and tables in out/
+# K3LAB_CAPTURE=my_capture.safetensors make run NOTEBOOKS=01    # this notebook on it, figures and tables in out/
 # ```
 #
 # To take one from a running vLLM, wrap the KDA functions in the module that calls them; README, "Take a capture from vLLM".

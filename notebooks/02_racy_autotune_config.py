@@ -22,7 +22,8 @@
 #    LDS while the copy that fills it may still be in flight.
 # 2. Triton pipelines three copies for a loop of two iterations and sets its wait to allow for all three. LLVM deletes the third,
 #    whose mask is all false, and the wait then waits for nothing.
-# 3. Triton 3.6.0 to 3.8.0 are affected, 3.9.0 is not. On 3.6.0 and 3.7.1 two `num_stages=3` configs race too, on chunks with
+# 3. Triton 3.6.0 to 3.8.0 are affected where both conditions hold, 3.9.0 is not: up to 3.7.1 asynchronous copies must be switched
+#    on, and `tt.pointer_range` is lost only by some launches (section 3). On 3.6.0 and 3.7.1 two `num_stages=3` configs race too, on chunks with
 #    masked rows: length-1 sequences and ragged tails.
 # 4. Nothing raises, nothing compares results, and a wait that waits for nothing is fast: timing may well pick it.
 #
@@ -85,7 +86,7 @@ assert share > 0.05
 # The bytes of an ordinary gate, read as bf16, reach 1e38. So O(1e38) is what a read of stale gate bytes gives, and the matrix product
 # spreads it over `u`. That the explanation fits does not show that it is what happened; section 4 says which bytes lie where.
 #
-# ## 2 · Why timing picks it
+# ## 2 · Why timing can pick it
 #
 # The autotuner runs each config a few times and keeps the fastest. This is the whole decision, in the Triton installed here:
 
@@ -98,8 +99,8 @@ assert "allclose" not in source
 assert "assert_close" not in source
 
 # %% [markdown]
-# No output is compared with anything. A config whose wait is too weak does less waiting, so if it is different at all it is
-# faster, and the timing runs that chose it are as racy as the launches that follow.
+# No output is compared with anything, and the timing runs that choose a config are as racy as the launches that follow. Beside the
+# same config with the right wait, one whose wait is too weak can only be faster; whether it beats the other eight was not measured.
 #
 # ## 3 · The race card
 #
@@ -498,5 +499,5 @@ for a in ASSUMPTIONS:
     print("-", a)
 
 # %% [markdown]
-# **What would change our mind:** on gfx950, w4s4 compiled by 3.6.0 to 3.8.0 without `pointer_range`, run many times at 4096 tokens and
-# more and compared with float64, without a difference; or the assembly of the failing build with a real wait before the reads.
+# **What would change our mind:** a documented order of LDS-DMA and DS reads on gfx950 that the analysis does not know, or the assembly
+# of the failing build with a real wait before the reads. Many runs on a card without a difference would bound how often, not whether.

@@ -25,6 +25,14 @@ def test_tiles_count_rows(call, tmp_path):
     assert len(figures.save(fig, frame, "tiles", tmp_path)) == 4
 
 
+def test_tiles_are_of_the_sequences_that_chunk_all_sends_there():
+    """Speculative rows take the recurrent kernel, and a plain token between them is a decode."""
+    call = replace(random_call((3, 1, 70), head_dim=64), num_decodes=0, spec_mask=torch.tensor([True, False, False]))
+    _, frame = nan_figures.tiles_figure(call)
+    assert frame["sequence"].tolist() == [1, 2, 2]
+    assert frame["kind"].tolist() == ["decode", "prefill", "prefill"]
+
+
 def test_routes_name_the_first_stage_of_every_sequence(call, tmp_path):
     frame = nan_figures.routes_frame(call, ("chunk_all", "split"), ("zero", "nan"))
     first = frame.set_index(["route", "padding", "sequence"])["first_stage"].unstack().to_dict("index")

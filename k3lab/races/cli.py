@@ -8,10 +8,12 @@ import json
 import re
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from k3lab.errors import BadInput, K3labError
 from k3lab.races.sweep_cli import add_parser as add_sweep_parser
+from k3lab.subcommand import add_command
 
 STATUS = "exit status: 0 every row ordered, 1 a race or an uninitialised read, 2 bad input, or a row that could not be analysed"
 LINT_STATUS = "exit status: 0 no racy winner, 1 a racy winner, conditional or not, 2 bad input, or records that could not be read"
@@ -22,14 +24,7 @@ INPUTS_HELP = "full, length1, lengthN, middle, tail, or JSON files, with commas 
 def add_parsers(commands: argparse._SubParsersAction) -> None:
     """Add the subcommands to `python -m k3lab`; each sets `run`, a function of the parsed arguments that returns the exit status."""
 
-    def command(name: str, run, summary: str, details: str, example: str, status: str = STATUS) -> argparse.ArgumentParser:
-        sub = commands.add_parser(
-            name, help=summary, description=f"{summary[0].upper()}{summary[1:]}. {details}",
-            epilog=f"{status}\n\nexample:\n  python -m k3lab {example}", formatter_class=argparse.RawDescriptionHelpFormatter,
-        )  # fmt: skip
-        sub.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-        sub.set_defaults(run=run, parser=sub)
-        return sub
+    command = partial(add_command, commands, status=STATUS)
 
     races = command(
         "races", races_main, "compile a kernel per config and look for LDS races, with no GPU",
@@ -74,7 +69,7 @@ def add_parsers(commands: argparse._SubParsersAction) -> None:
         "lint", lint_main, "name the winners of autotuning that are known to race",
         "Takes what TRITON_PRINT_AUTOTUNING=1\nprinted, *.autotune.json, FLA's config cache, and folders of them. The records name neither "
         "target nor\nTriton version: without --target and --triton a finding is conditional, and is one all the same.",
-        "lint ~/.triton/cache server.log --target hip:gfx950 --triton 3.6.0", LINT_STATUS,
+        "lint ~/.triton/cache server.log --target hip:gfx950 --triton 3.6.0", status=LINT_STATUS,
     )  # fmt: skip
     lint.add_argument("paths", nargs="+", metavar="FILE_OR_FOLDER")
     lint.add_argument("--target", help="what the kernels were compiled for: hip:gfx950, cuda:90")
@@ -83,6 +78,7 @@ def add_parsers(commands: argparse._SubParsersAction) -> None:
     toolchain = command(
         "toolchain", toolchain_main, "install a Triton version beside the installed one, or list them",
         "They live in the\nuser's cache folder, or in K3LAB_TOOLCHAINS.", "toolchain add 3.8.0",
+        status="exit status: 0 installed or listed, 2 bad input, or a version that cannot be installed",
     )  # fmt: skip
     toolchain.add_argument("action", choices=["add", "list"])
     toolchain.add_argument("versions", nargs="*", metavar="VERSION")

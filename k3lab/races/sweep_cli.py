@@ -20,7 +20,7 @@ def add_parser(command: Callable[..., argparse.ArgumentParser]) -> None:
         "Outputs are\nfilled with NaN, then with zeros, before each run; every config is a process of its own. No difference in N runs is\n"
         "no proof: the rate that N excludes is printed.",
         "sweep --kernel recompute_w_u --capture data/captures/mixed_128_decodes.safetensors --runs 50 --journal sweep.jsonl",
-        STATUS,
+        status=STATUS,
     )  # fmt: skip
     sweep.add_argument("--kernel", default="recompute_w_u", help="a chunk stage, prepare, fused_recurrent_kda, or planted")
     sweep.add_argument("--capture", action="append", default=[], metavar="FILE", help="input from a capture of kind kda; may be repeated")
