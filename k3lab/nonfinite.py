@@ -12,6 +12,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from k3lab.capture.check import TAIL
 from k3lab.capture.format import Capture, is_integer
 from k3lab.errors import BadInput
 from k3lab.kda import reference, stages
@@ -372,7 +373,7 @@ def replay(capture: Capture, route: str, padding: str, impl: str = "torch", dtyp
 NAN_IDS = {0: "vLLM", 163839: "SGLang"}  # what each engine's sampler returns for a row of NaN logits, Kimi-K3 vocabulary
 
 
-def triage_tokens(token_ids: Sequence[int] | Tensor, shortest: int = 8) -> dict[str, Any]:
+def triage_tokens(token_ids: Sequence[int] | Tensor, shortest: int = TAIL) -> dict[str, Any]:
     """Does a stream of token ids end the way argmax over NaN looks: one id repeated to the end?
 
     Keys: repeated_id, run (length of the tail), start (its index), engine ("vLLM" for id 0, "SGLang" for 163839, else None),
