@@ -2,7 +2,7 @@
 
     fig, ax = figures.new("Every length that is no multiple of 64 is hit", "chunk_kda, torch stages, fp32, padding nan, CPU")
     figures.plot(ax, 0, x, y, label="chunk_all")
-    figures.save(fig, frame, "nan_by_length")
+    figures.export(fig, frame, "nan_by_length")
 
 Series differ by colour AND by marker, dash or hatch, so that grey-scale prints and colour-blind readers keep them apart.
 """
@@ -10,15 +10,18 @@ Series differ by colour AND by marker, dash or hatch, so that grey-scale prints 
 import io
 import os
 import re
+import shlex
 import tempfile
 import textwrap
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 
 import matplotlib
 import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 
 from k3lab import provenance
@@ -47,6 +50,8 @@ SERIES = (
     Style("#000000", "*", (0, (3, 1)), "---"),
 )
 DPI = 200  # twice the 100 that a page shows, so that a zoomed picture stays sharp
+SMALLEST = 6.5  # points; 9 pixels at half size
+INPUTS = ("K3LAB_CAPTURE", "K3LAB_LOG")
 FOLD_AFTER = 12  # table rows that a PR comment shows unfolded
 RC = {
     "figure.dpi": DPI, "savefig.dpi": DPI, "figure.facecolor": "white", "savefig.facecolor": "white", "axes.facecolor": "white",
@@ -129,10 +134,12 @@ def _flat(frame: pd.DataFrame) -> pd.DataFrame:
     return frame.reset_index() if any(n is not None for n in frame.index.names) else frame
 
 
-def save(fig: Figure, frame: pd.DataFrame, name: str, out: str | os.PathLike | None = None) -> list[Path]:
-    """Write name.png (2x), name.svg, name.csv and name.md (finding, picture, table, provenance) into out; return the paths.
+def export(fig: Figure, frame: pd.DataFrame, name: str, out: str | os.PathLike | None = None, reproduce: str | None = None) -> list[Path]:
+    """Write name.png (2x), name.svg, name.csv and name.md into out; return the paths. The .md is ready to paste into a PR: finding
+    as heading, what ran, picture with alt text, the table (folded if long), provenance and how to reproduce it.
 
-    out defaults to the environment variable K3LAB_OUT, else "out". The exported footer names the commit as well; the
+    out defaults to the environment variable K3LAB_OUT, else "out". reproduce is the command that makes the figure again; for a
+    figure named NN_… it defaults to the run of that notebook. The exported footer names the commit as well; the
     figure itself is left as it was. The same figure, frame, versions and commit give the same bytes. Each file is written
     to a temporary name and renamed, and none is renamed before all are written.
     Raises BadInput for a name that is more than a file name, a figure without caption, something else than a frame, or a folder
@@ -157,7 +164,7 @@ def save(fig: Figure, frame: pd.DataFrame, name: str, out: str | os.PathLike | N
         for kind, content in (
             *_pictures(fig, source).items(),
             ("csv", _flat(frame).to_csv(index=False, lineterminator="\n").encode()),
-            ("md", _snippet(caption, frame, name, source).encode()),
+            ("md", _snippet(caption, frame, name, source, _notebook_run(name) if reproduce is None else reproduce).encode()),
         )
     }
     taken = [file for file in files if (folder / file).is_dir()]
@@ -192,10 +199,64 @@ def _pictures(fig: Figure, source: str) -> dict[str, bytes]:
     return pictures
 
 
-def _snippet(caption: dict[str, str], frame: pd.DataFrame, name: str, source: str) -> str:
-    """Markdown to paste into a PR: finding, picture with alt text, table (folded if long), provenance."""
+def _notebook_run(name: str) -> str:
+    """The command that runs the notebook of a figure NN_name, on the user's input where one was chosen; "" for other names."""
+    number = re.match(r"\d\d(?=_)", name)
+    if not number:
+        return ""
+    chosen = [f"{key}={shlex.quote(os.path.basename(os.environ[key]))} " for key in INPUTS if os.environ.get(key)]
+    return f"{''.join(chosen)}make run NOTEBOOKS={number[0]}"
+
+
+def _snippet(caption: dict[str, str], frame: pd.DataFrame, name: str, source: str, reproduce: str) -> str:
+    """Markdown to paste into a PR: finding, picture with alt text, table (folded if long), provenance, how to reproduce."""
     table = markdown_table(frame)
     if len(frame) > FOLD_AFTER:
         table = f"<details><summary>{len(frame)} rows</summary>\n\n{table}\n\n</details>"
     alt = f"{caption['finding']} ({caption['ran']})".replace("[", "(").replace("]", ")")
-    return f"### {caption['finding']}\n\n{caption['ran']}\n\n![{alt}]({name}.png)\n\n{table}\n\n<sub>{source}</sub>\n"
+    again = f"\nReproduce: `{reproduce}`\n" if reproduce else ""
+    return f"### {caption['finding']}\n\n{caption['ran']}\n\n![{alt}]({name}.png)\n\n{table}\n{again}\n<sub>{source}</sub>\n"
+
+
+def problems(fig: Figure) -> list[str]:
+    """What would be lost at half size (100 dots an inch) or in grey; empty if nothing is.
+
+    Text needs SMALLEST points (the provenance footer is for the full size) and must lie inside the picture. Two lines or two sets of bars
+    of one axes whose greys (Rec. 709 luminance, 0 to 1) are closer than 0.15 must differ in marker, dash or hatch.
+    """
+    fig.draw_without_rendering()
+    found = []
+    box = fig.bbox
+    ticks = {id(t) for ax in fig.axes for axis in (ax.xaxis, ax.yaxis) for t in axis.get_ticklabels(which="both")}  # drawn in view alone
+    for text in fig.findobj(matplotlib.text.Text):
+        if not text.get_visible() or not text.get_text().strip():
+            continue
+        if text.get_gid() != "provenance" and text.get_fontsize() < SMALLEST:
+            found.append(f"text {text.get_text()[:30]!r} has {text.get_fontsize():g} points, less than {SMALLEST:g}")
+        extent = text.get_window_extent()
+        if (
+            id(text) not in ticks
+            and text.get_clip_box() is None
+            and (extent.x0 < box.x0 - 2 or extent.x1 > box.x1 + 2 or extent.y0 < box.y0 - 2 or extent.y1 > box.y1 + 2)
+        ):
+            found.append(f"text {text.get_text()[:30]!r} leaves the picture")
+    for ax in fig.axes:
+        marks = [(line.get_color(), (line.get_marker(), line.get_linestyle()), line.get_label()) for line in ax.lines]
+        marks += [
+            (b[0].get_facecolor(), (b[0].get_hatch(),), b.get_label()) for b in ax.containers if isinstance(b, BarContainer) and b.patches
+        ]
+        named = [m for m in marks if not str(m[2]).startswith("_")]  # matplotlib names a mark without a label "_child0"
+        found += [
+            f"{a[2]!r} and {b[2]!r} are alike in grey"
+            for a, b in combinations(named, 2)
+            if a[1] == b[1] and abs(_grey(a[0]) - _grey(b[0])) < 0.15
+        ]
+    return found
+
+
+def _grey(color: object) -> float:
+    r, g, b = matplotlib.colors.to_rgb(color)
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+
+save = export

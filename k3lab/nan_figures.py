@@ -68,15 +68,15 @@ def tiles_figure(call: KdaCall) -> tuple[Figure, pd.DataFrame]:
         size=(7.5, max(2.4, 0.16 * len(frame) + 0.8)),
     )
     y = np.arange(len(frame))
-    for kind, series in (("decode", 1), ("prefill", 0)):
+    for kind, series, hatch in (("decode", 1, "xx"), ("prefill", 0, None)):
         at = (frame["kind"] == kind).to_numpy()
-        ax.barh(y[at], frame["rows"][at], color=figures.SERIES[series].color, label=f"{kind} token rows", height=0.8)
+        ax.barh(y[at], frame["rows"][at], color=figures.SERIES[series].color, hatch=hatch, label=f"{kind} token rows", height=0.8)
     ax.barh(
         y, CHUNK - frame["rows"], left=frame["rows"], height=0.8, label="masked rows",
         color="white", edgecolor="#8a8a8a", hatch="////", linewidth=0.3,
     )  # fmt: skip
     ticks = [f"{s}.{c}" if lengths[s] > CHUNK else f"{s}" for s, c in zip(frame["sequence"], frame["chunk"], strict=True)]
-    ax.set_yticks(y, ticks, fontsize=6)
+    ax.set_yticks(y, ticks, fontsize=6.5)
     ax.set(xlabel="row of the tile", ylabel="sequence.chunk", xlim=(0, CHUNK), ylim=(len(frame) - 0.4, -0.6))
     ax.grid(False)
     _below(ax)

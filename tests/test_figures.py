@@ -25,8 +25,8 @@ def draw(frame=FRAME, finding="Length 1 is hit", ran="chunk_kda, fp32, N = 3"):
     return fig
 
 
-def test_save_writes_picture_table_and_snippet_from_one_frame(tmp_path):
-    paths = figures.save(draw(), FRAME, "hit", tmp_path / "new" / "folder")
+def test_export_writes_picture_table_and_snippet_from_one_frame(tmp_path):
+    paths = figures.export(draw(), FRAME, "hit", tmp_path / "new" / "folder")
     assert [p.name for p in paths] == ["hit.png", "hit.svg", "hit.csv", "hit.md"]
     assert sorted(p.name for p in (tmp_path / "new" / "folder").iterdir()) == ["hit.csv", "hit.md", "hit.png", "hit.svg"]
     pd.testing.assert_frame_equal(pd.read_csv(paths[2]), FRAME)
@@ -52,7 +52,7 @@ def test_two_processes_give_the_same_bytes(tmp_path):
         for i, ax in enumerate(axes):
             figures.plot(ax, i, frame["x"], frame["y"], label="y")
             ax.legend()
-        figures.save(fig, frame, "same", sys.argv[1])
+        figures.export(fig, frame, "same", sys.argv[1])
     """)
     for seed, folder in (("1", "a"), ("2", "b")):
         subprocess.run([sys.executable, "-c", program, tmp_path / folder], check=True, env={"PYTHONHASHSEED": seed, "PATH": ""})
@@ -63,8 +63,8 @@ def test_two_processes_give_the_same_bytes(tmp_path):
 def test_saving_twice_replaces_and_leaves_the_figure_as_it_was(tmp_path):
     fig = draw()
     before = [t.get_text() for t in fig.texts]
-    first = [p.read_bytes() for p in figures.save(fig, FRAME, "x", tmp_path)]
-    assert [p.read_bytes() for p in figures.save(fig, FRAME, "x", tmp_path)] == first
+    first = [p.read_bytes() for p in figures.export(fig, FRAME, "x", tmp_path)]
+    assert [p.read_bytes() for p in figures.export(fig, FRAME, "x", tmp_path)] == first
     assert [t.get_text() for t in fig.texts] == before
     assert not any("commit" in t for t in before), "the commit belongs to exported files alone"
 
@@ -72,7 +72,7 @@ def test_saving_twice_replaces_and_leaves_the_figure_as_it_was(tmp_path):
 @pytest.mark.parametrize("name", ["../x", "/tmp/x", "a/b", "a\\b", "..", ".hidden", "", "x\0y", "x\n", "a" * 101, "-rf"])
 def test_a_name_cannot_leave_the_folder(tmp_path, name):
     with pytest.raises(BadInput, match="figure name"):
-        figures.save(draw(), FRAME, name, tmp_path / "out")
+        figures.export(draw(), FRAME, name, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -81,7 +81,7 @@ def test_a_link_in_the_folder_is_replaced_and_not_followed(tmp_path):
     outside.write_text("mine")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "x.csv").symlink_to(outside)
-    figures.save(draw(), FRAME, "x", tmp_path / "out")
+    figures.export(draw(), FRAME, "x", tmp_path / "out")
     assert outside.read_text() == "mine"
 
 
@@ -89,34 +89,34 @@ def test_a_failure_while_drawing_leaves_nothing_behind(tmp_path):
     fig = draw()
     fig.axes[0].set_title("$\\notatexcommand$")
     with pytest.raises(ValueError, match="notatexcommand"):
-        figures.save(fig, FRAME, "x", tmp_path)
+        figures.export(fig, FRAME, "x", tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_out_defaults_to_the_environment_then_to_out(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("K3LAB_OUT", "chosen")
-    assert figures.save(draw(), FRAME, "x")[0].resolve() == tmp_path / "chosen" / "x.png"
+    assert figures.export(draw(), FRAME, "x")[0].resolve() == tmp_path / "chosen" / "x.png"
     monkeypatch.delenv("K3LAB_OUT")
-    assert figures.save(draw(), FRAME, "x")[0].resolve() == tmp_path / "out" / "x.png"
+    assert figures.export(draw(), FRAME, "x")[0].resolve() == tmp_path / "out" / "x.png"
 
 
 def test_a_file_where_the_folder_should_be_is_named(tmp_path):
     (tmp_path / "out").write_text("")
     with pytest.raises(BadInput, match=r"out: cannot be made a folder"):
-        figures.save(draw(), FRAME, "x", tmp_path / "out")
+        figures.export(draw(), FRAME, "x", tmp_path / "out")
 
 
 def test_a_figure_without_caption_is_refused(tmp_path):
     fig = plt.figure()
     plt.close(fig)
     with pytest.raises(BadInput, match=r"figures\.new"):
-        figures.save(fig, FRAME, "x", tmp_path)
+        figures.export(fig, FRAME, "x", tmp_path)
 
 
 def test_long_tables_are_folded_and_named_indices_kept(tmp_path):
     frame = pd.DataFrame({"y": range(30)}, index=pd.Index(range(30), name="length"))
-    text = figures.save(draw(), frame, "x", tmp_path)[3].read_text()
+    text = figures.export(draw(), frame, "x", tmp_path)[3].read_text()
     assert "<details><summary>30 rows</summary>" in text
     assert "| length | y |" in text
     assert pd.read_csv(tmp_path / "x.csv").columns.tolist() == ["length", "y"]
@@ -165,14 +165,14 @@ def test_sha256_is_of_the_bytes_of_the_file(tmp_path):
 )
 def test_numbers_that_are_no_table_are_refused(tmp_path, frame, reason):
     with pytest.raises(BadInput, match=reason):
-        figures.save(draw(), frame, "x", tmp_path)
+        figures.export(draw(), frame, "x", tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_place_that_cannot_be_written_leaves_nothing_half_written(tmp_path, monkeypatch):
     (tmp_path / "x.csv").mkdir()
     with pytest.raises(BadInput, match=r"x\.csv: is a folder"):
-        figures.save(draw(), FRAME, "x", tmp_path)
+        figures.export(draw(), FRAME, "x", tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["x.csv"]
 
     def refuse(*args, **kwargs):
@@ -180,4 +180,30 @@ def test_a_place_that_cannot_be_written_leaves_nothing_half_written(tmp_path, mo
 
     monkeypatch.setattr("tempfile.mkdtemp", refuse)
     with pytest.raises(BadInput, match="cannot be written: Permission denied"):
-        figures.save(draw(), FRAME, "y", tmp_path)
+        figures.export(draw(), FRAME, "y", tmp_path)
+
+
+def test_the_snippet_says_how_to_make_the_figure_again(tmp_path, monkeypatch):
+    """A notebook's figure names its run, with the base name of the user's own input and never a folder of this machine."""
+    monkeypatch.delenv("K3LAB_CAPTURE", raising=False)
+    assert "Reproduce: `make run NOTEBOOKS=01`" in figures.export(draw(), FRAME, "01_x", tmp_path)[3].read_text()
+    monkeypatch.setenv("K3LAB_CAPTURE", "/home/me/my run.safetensors")
+    text = figures.export(draw(), FRAME, "01_x", tmp_path)[3].read_text()
+    assert "Reproduce: `K3LAB_CAPTURE='my run.safetensors' make run NOTEBOOKS=01`" in text
+    assert "Reproduce" not in figures.export(draw(), FRAME, "x", tmp_path)[3].read_text()
+    assert "Reproduce: `mine`" in figures.export(draw(), FRAME, "x", tmp_path, "mine")[3].read_text()
+
+
+def test_what_half_size_or_grey_would_lose_is_named():
+    """Small text, text outside the picture, and two series told apart by hue alone."""
+    assert figures.problems(draw()) == []
+    fig, ax = figures.new("A", "b", size=(4, 2.5))
+    ax.plot([0, 1], [0, 1], color="#0072B2", label="blue")
+    ax.plot([0, 1], [1, 0], color="#009E73", label="green")
+    ax.text(0.5, 0.5, "tiny", fontsize=4)
+    fig.text(0.99, 0.5, "far away to the right")
+    found = " ".join(figures.problems(fig))
+    for part in ("'blue' and 'green' are alike in grey", "'tiny' has 4 points", "'far away to the right' leaves the picture"):
+        assert part in found
+    ax.lines[1].set_linestyle("dashed")
+    assert "alike" not in " ".join(figures.problems(fig))

@@ -22,7 +22,8 @@ def test_tiles_count_rows(call, tmp_path):
     assert frame["rows"].tolist() == [1, 1, 63, 64, 64, 6]
     assert frame["kind"].tolist() == ["decode"] * 2 + ["prefill"] * 4
     assert frame["chunk"].tolist() == [0, 0, 0, 0, 0, 1]
-    assert len(figures.save(fig, frame, "tiles", tmp_path)) == 4
+    assert len(figures.export(fig, frame, "tiles", tmp_path)) == 4
+    assert figures.problems(fig) == []
 
 
 def test_tiles_are_of_the_sequences_that_chunk_all_sends_there():
@@ -39,7 +40,9 @@ def test_routes_name_the_first_stage_of_every_sequence(call, tmp_path):
     assert list(first["chunk_all", "nan"].values()) == ["recompute_w_u", "recompute_w_u", "inverse", "", "inverse"]
     assert list(first["split", "nan"].values()) == ["", "", "inverse", "", "inverse"]
     assert set(first["split", "zero"].values()) == {""}
-    assert len(figures.save(nan_figures.routes_figure(frame, "test"), frame, "routes", tmp_path)) == 4
+    fig = nan_figures.routes_figure(frame, "test")
+    assert len(figures.export(fig, frame, "routes", tmp_path)) == 4
+    assert figures.problems(fig) == []
 
 
 def test_many_sequences_are_drawn_without_labels():

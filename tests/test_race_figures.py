@@ -39,8 +39,9 @@ def kernels(tmp_path_factory):
 
 
 def saved(fig, frame, folder):
-    paths = {p.suffix: p for p in figures.save(fig, frame, "x", folder)}
+    paths = {p.suffix: p for p in figures.export(fig, frame, "x", folder)}
     assert paths[".png"].read_bytes()[:4] == PNG
+    assert figures.problems(fig) == []
     return pd.read_csv(paths[".csv"])
 
 
