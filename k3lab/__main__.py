@@ -1,12 +1,12 @@
-"""python -m k3lab doctor | check | nan | races | lds | lint | toolchain: exit status 0 clean, 1 a finding, 2 bad input.
+"""python -m k3lab COMMAND: exit status 0 clean, 1 a finding, 2 bad input.
 
 The parser imports nothing heavy, so that --help answers at once; each command imports what it needs.
 """
 
 import argparse
 import glob
-import json
-import math
+import os
+import shlex
 import signal
 import sys
 from functools import partial
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from k3lab.errors import BadInput, K3labError
 from k3lab.races.cli import add_parsers
-from k3lab.subcommand import add_command
+from k3lab.subcommand import add_command, printable, report
 
 STATUS = "exit status: 0 clean, 1 a finding, 2 bad input"
 
@@ -48,6 +48,14 @@ def build_parser() -> argparse.ArgumentParser:
     nan.add_argument("--impl", choices=["torch", "triton", "reference"], help="what replays it (default: torch)")
     nan.add_argument("--dtype", choices=["float16", "bfloat16", "float32", "float64"], help="recast the token tensors before the replay")
     add_parsers(commands)
+    figures = command(
+        "figures", _figures, "make the notebooks' figures outside a notebook, ready for a PR",
+        "Each is NAME.png (2x),\nNAME.svg, NAME.csv and NAME.md, the snippet to paste. --out defaults to K3LAB_OUT, else out/.",
+        "figures 01_routes --capture data/captures/mixed_split_layer8.safetensors --out out",
+    )  # fmt: skip
+    figures.add_argument("names", nargs="*", metavar="NAME", help="which (default: all of the shipped data)")
+    figures.add_argument("--list", action="store_true", help="print the names and what they show, and make nothing")
+    figures.add_argument("--capture", metavar="FILE", help="a KDA capture instead of the shipped one, for the 01 figures of a batch")
     return parser
 
 
@@ -70,24 +78,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _complain(message: object) -> int:
-    print("k3lab:", " ".join(_shown(message).split()), file=sys.stderr)
+    print("k3lab:", " ".join(printable(message).split()), file=sys.stderr)
     return 2
-
-
-def _shown(text: object) -> str:
-    """Text of a file as it may go to a terminal: control characters and lone surrogates escaped."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in str(text))
-
-
-def _print_json(value: object) -> None:
-    def plain(x):
-        if isinstance(x, dict):
-            return {k: plain(v) for k, v in x.items()}
-        if isinstance(x, list | tuple):
-            return [plain(v) for v in x]
-        return None if isinstance(x, float) and not math.isfinite(x) else x  # JSON has no NaN
-
-    print(json.dumps(plain(value), indent=2, allow_nan=False))
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -95,15 +87,14 @@ def _doctor(args: argparse.Namespace) -> int:
 
     items = doctor.examine()
     missing = [i for i in items if i.status == "missing"]
-    if args.json:
-        _print_json({"ok": not missing, "items": [i._asdict() for i in items]})
-        return int(bool(missing))
     width = max(len(i.item) for i in items)
+    lines = []
     for i in items:
-        print(f"{i.status:8}  {i.item:{width}}  {i.value}")
+        lines.append(f"{i.status:8}  {i.item:{width}}  {i.value}")
         if i.fix:
-            print(f"{'':8}  {'':{width}}  fix: {i.fix}")
-    print(f"{len(missing)} needed and missing" if missing else "nothing that is needed is missing")
+            lines.append(f"{'':8}  {'':{width}}  fix: {i.fix}")
+    lines.append(f"{len(missing)} needed and missing" if missing else "nothing that is needed is missing")
+    report(args, {"ok": not missing, "items": [i._asdict() for i in items]}, lines)
     return int(bool(missing))
 
 
@@ -131,26 +122,24 @@ def _files(arguments: list[str]) -> list[Path]:
 def _check(args: argparse.Namespace) -> int:
     from k3lab.capture import Capture
 
-    status, report = 0, []
+    status, captures, lines = 0, [], []
     for path in _files(args.captures):
         try:
             capture = Capture.load(path)
             findings = capture.check().to_dict("records")
         except K3labError as e:
             status = _complain(e)
-            report.append({"path": str(path), "kind": None, "findings": [], "unreadable": str(e)})
+            captures.append({"path": str(path), "kind": None, "findings": [], "unreadable": str(e)})
             continue
-        report.append({"path": str(path), "kind": capture.kind, "findings": findings, "unreadable": None})
+        captures.append({"path": str(path), "kind": capture.kind, "findings": findings, "unreadable": None})
         if any(f["severity"] != "note" for f in findings):
             status = max(status, 1)
-        if not args.json:
-            print(_shown(f"{path}: {capture.kind}, {_count(findings)}"))
-            for f in findings:
-                f = {key: " ".join(_shown(value).split()) for key, value in f.items()}
-                print(f"  {f['severity']}: {f['tensor']}{' ' * bool(f['where'])}{f['where']}: {f['finding']}")
-                print(f"    {f['what_to_do']}")
-    if args.json:
-        _print_json({"clean": status == 0, "captures": report})
+        lines.append(f"{path}: {capture.kind}, {_count(findings)}")
+        for f in findings:
+            f = {key: " ".join(printable(value).split()) for key, value in f.items()}
+            lines.append(f"  {f['severity']}: {f['tensor']}{' ' * bool(f['where'])}{f['where']}: {f['finding']}")
+            lines.append(f"    {f['what_to_do']}")
+    report(args, {"clean": status == 0, "captures": captures}, lines)
     return status
 
 
@@ -186,11 +175,29 @@ def _nan(args: argparse.Namespace) -> int:
         result = nonfinite.investigate(capture)
         lines = [args.capture, *_observed_text(result["observed"]), *_exposed_text(result["exposed"])]
     finding = result.pop("finding")
-    if args.json:
-        _print_json(result)
-    else:
-        print("\n".join(lines))
+    report(args, result, lines)
     return int(finding)
+
+
+def _figures(args: argparse.Namespace) -> int:
+    from k3lab.kda.runtime import interpret_without_gpu
+
+    interpret_without_gpu()  # before a kernel module is imported
+    from k3lab import figure_pack, figures
+
+    if args.list:
+        listed = [{"name": n, "shows": what} for n, (what, _) in figure_pack.FIGURES.items()]
+        report(args, {"figures": listed}, [f"{f['name']:22}  {f['shows']}" for f in listed])
+        return 0
+    folder = args.out or os.environ.get("K3LAB_OUT") or "out"
+    given = "".join(f" --{key} {shlex.quote(Path(value).name)}" for key in ("capture",) if (value := getattr(args, key)))
+    made = []
+    for name, (fig, frame) in figure_pack.make(args.names, args.capture):
+        files = figures.export(fig, frame, name, folder, f"python -m k3lab figures {name}{given}")
+        made.append({"name": name, "finding": figures.finding_of(fig), "files": [str(f) for f in files]})
+        print(f"{name}: {made[-1]['finding']}", file=sys.stderr)
+    report(args, {"figures": made}, [f"{f['name']}: {f['finding']}\n    {f['files'][0]} and .svg, .csv, .md" for f in made])
+    return 0
 
 
 def _observed_text(seen: dict) -> list[str]:

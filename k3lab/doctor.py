@@ -9,13 +9,11 @@ import os
 import platform
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 from k3lab import __version__
-from k3lab.provenance import device_name, sha256, triton_mode
+from k3lab.provenance import DATA, device_name, sha256, triton_mode
 
-DATA = Path(__file__).resolve().parents[1] / "data"
 # what Triton does where the variable is not set: measured by cross-compiling for gfx950, see notebook 02
 TRITON_SWITCHES = {
     "TRITON_HIP_USE_ASYNC_COPY": "off up to Triton 3.7, on for gfx950 from 3.8",

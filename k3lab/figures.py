@@ -106,6 +106,11 @@ def _caption_of(fig: Figure) -> dict[str, str]:
     return found
 
 
+def finding_of(fig: Figure) -> str:
+    """The title of a figure of `new`. Raises BadInput for another one."""
+    return _caption_of(fig)["finding"]
+
+
 def plot(ax: Axes, series: int, x, y, **kwargs):
     """ax.plot in the colour, marker and dash of a series, counted from 0."""
     s = SERIES[series % len(SERIES)]

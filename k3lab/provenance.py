@@ -7,6 +7,8 @@ from pathlib import Path
 
 from k3lab import __version__
 
+DATA = Path(__file__).resolve().parents[1] / "data"  # of the checkout; an installed copy has none
+
 
 def sha256(path: str | os.PathLike) -> str:
     """Hex digest of a file."""

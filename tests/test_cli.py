@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from k3lab import doctor
+from k3lab import doctor, figure_pack
 from k3lab.__main__ import build_parser, main
 from k3lab.capture.format import Capture
 from k3lab.kda.layer import kda_layer_step
@@ -364,3 +365,47 @@ def test_nan_replays_a_bfloat16_capture_under_the_interpreter_as_float32(tmp_pat
         assert "--dtype float32" in capsys.readouterr().err
     assert main([*command, "--dtype", "float32", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["finite"]
+
+
+def test_every_command_has_the_same_two_flags_an_example_and_its_exit_status():
+    """--json and --out mean the same everywhere, and help shows how to call it."""
+    commands = next(a for a in build_parser()._actions if a.dest == "command").choices
+    assert len(commands) >= 9
+    for name, sub in commands.items():
+        assert {"--json", "--out"} <= {s for a in sub._actions for s in a.option_strings}, name
+        assert "exit status: 0" in sub.epilog, name
+        assert f"python -m k3lab {name}" in sub.epilog, name
+
+
+def test_out_writes_what_was_printed_as_text_and_as_json(captures, capsys, tmp_path):
+    """Both files at once, whatever was asked for on the screen; a place that cannot be written is bad input."""
+    status, out, _ = run(capsys, "nan", captures / "bad.safetensors", "--out", tmp_path / "new")
+    assert status == 1
+    assert (tmp_path / "new" / "k3lab-nan.txt").read_text() == out
+    assert json.loads((tmp_path / "new" / "k3lab-nan.json").read_text())["finite"] is False
+    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["k3lab-nan.json", "k3lab-nan.txt"]
+    (tmp_path / "file").write_text("")
+    assert_bad_input(run(capsys, "nan", captures / "ok.safetensors", "--out", tmp_path / "file"), "file", "cannot be written")
+
+
+def test_figures_come_by_name_from_shipped_data_or_a_capture(captures, capsys, tmp_path):
+    """The pack holds picture, table and snippet; the snippet names the command that made it, without a folder of this machine."""
+    status, out, _ = run(capsys, "figures", "01_routes", "01_tiles", "--capture", captures / "ok.safetensors", "--out", tmp_path)
+    assert status == 0
+    assert sorted(p.name for p in tmp_path.glob("01_*")) == [
+        f"01_{n}.{k}" for n in ("routes", "tiles") for k in ("csv", "md", "png", "svg")
+    ]
+    assert "Reproduce: `python -m k3lab figures 01_routes --capture ok.safetensors`" in (tmp_path / "01_routes.md").read_text()
+    assert str(tmp_path) not in (tmp_path / "01_routes.md").read_text()
+    assert "ok.safetensors" in (tmp_path / "01_routes.md").read_text()
+    assert "01_routes" in out
+    assert_bad_input(run(capsys, "figures", "no_such", "--out", tmp_path), "no_such", "01_routes")
+    status, listed = run_json(capsys, "figures", "--list")
+    assert status == 0
+    assert {"01_tiles", "02_race_card"} <= {f["name"] for f in listed["figures"]}
+
+
+def test_every_figure_of_a_notebook_can_be_made_from_the_command_line():
+    """Names are the same in notebooks and in the pack."""
+    exported = {n for f in (ROOT / "notebooks").glob("*.py") for n in re.findall(r'figures\.export\([^"]*"(\w+)"', f.read_text())}
+    assert exported <= set(figure_pack.FIGURES)

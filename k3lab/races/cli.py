@@ -13,7 +13,7 @@ from pathlib import Path
 
 from k3lab.errors import BadInput, K3labError
 from k3lab.races.sweep_cli import add_parser as add_sweep_parser
-from k3lab.subcommand import add_command
+from k3lab.subcommand import add_command, report
 
 STATUS = "exit status: 0 every row ordered, 1 a race or an uninitialised read, 2 bad input, or a row that could not be analysed"
 LINT_STATUS = "exit status: 0 no racy winner, 1 a racy winner, conditional or not, 2 bad input, or records that could not be read"
@@ -100,7 +100,7 @@ def races_main(args: argparse.Namespace) -> int:
     builds = [replace(b, signature={**signature, **b.signature}) for b in builds]
     inputs = _inputs(args.inputs)
     rows = [row for c in compile_builds(builds, jobs=args.jobs, progress=True) for row in rows_of(c, inputs, detail=True)]
-    return _report(rows, args.json, ("triton", "target", "async", "pointer_range", "padding"))
+    return _report(args, rows, ("triton", "target", "async", "pointer_range", "padding"))
 
 
 def lds_main(args: argparse.Namespace) -> int:
@@ -139,7 +139,7 @@ def lds_main(args: argparse.Namespace) -> int:
                  "path": copy_path(kernel.program), "input": r.input, "verdict": r.verdict, "error": r.error,
                  "findings": [f.row() for f in r.findings]}
             )  # fmt: skip
-    return _report(rows, args.json, ("file",))
+    return _report(args, rows, ("file",))
 
 
 def lint_main(args: argparse.Namespace) -> int:
@@ -152,25 +152,23 @@ def lint_main(args: argparse.Namespace) -> int:
     winners = findings[findings["role"] == "winner"]
     roles = [r.role for r in reading.records]
     counts = {"winners": roles.count("winner"), "candidates": roles.count("candidate"), **reading.counts}
-    if args.json:
-        tables = {"findings": findings.to_dict("records"), "not_understood": unread.to_dict("records")}
-        print(json.dumps({**tables, "counts": counts}, indent=2))
-    else:
-        for (kernel, config, _), rows in winners.groupby(["kernel", "config", "rule"], sort=False):
-            first, more = rows.iloc[0], f" and {len(rows) - 1} more" if len(rows) > 1 else ""
-            print(f"{first['file']}:{first['line']}{more}: {kernel} won with {config}")
-            print(f"    {'conditional' if first['conditional'] else 'matches'}: {first['rule']}")
-            for label, text in (("if", first["holds_if"]), ("evidence", first["evidence"]), ("source", first["citation"]),
-                                ("fix", first["fix"]), ("note", first["note"])):  # fmt: skip
-                if text:
-                    print(f"    {label + ':':9} {text}")
-        tried = findings[findings["role"] == "candidate"].drop_duplicates(["kernel", "config", "rule"])
-        for r in tried.itertuples():
-            print(f"{r.file}:{r.line}: {r.kernel} was timed with {r.config} and may pick it another time: {r.rule}")
-        for r in unread.itertuples():
-            print(f"{r.file}:{r.line}: not understood: {r.reason}")
-        racy = len(winners.drop_duplicates(["file", "line", "kernel", "key", "config"]))
-        print(f"winners known to race: {racy}; read: " + ", ".join(f"{what} {n}" for what, n in counts.items()))
+    tables = {"findings": findings.to_dict("records"), "not_understood": unread.to_dict("records")}
+    lines = []
+    for (kernel, config, _), rows in winners.groupby(["kernel", "config", "rule"], sort=False):
+        first, more = rows.iloc[0], f" and {len(rows) - 1} more" if len(rows) > 1 else ""
+        lines.append(f"{first['file']}:{first['line']}{more}: {kernel} won with {config}")
+        lines.append(f"    {'conditional' if first['conditional'] else 'matches'}: {first['rule']}")
+        for label, text in (("if", first["holds_if"]), ("evidence", first["evidence"]), ("source", first["citation"]),
+                            ("fix", first["fix"]), ("note", first["note"])):  # fmt: skip
+            if text:
+                lines.append(f"    {label + ':':9} {text}")
+    tried = findings[findings["role"] == "candidate"].drop_duplicates(["kernel", "config", "rule"])
+    for r in tried.itertuples():
+        lines.append(f"{r.file}:{r.line}: {r.kernel} was timed with {r.config} and may pick it another time: {r.rule}")
+    lines += [f"{r.file}:{r.line}: not understood: {r.reason}" for r in unread.itertuples()]
+    racy = len(winners.drop_duplicates(["file", "line", "kernel", "key", "config"]))
+    lines.append(f"winners known to race: {racy}; read: " + ", ".join(f"{what} {n}" for what, n in counts.items()))
+    report(args, {**tables, "counts": counts}, lines)
     return 1 if len(winners) else 2 if len(unread) else 0
 
 
@@ -184,10 +182,7 @@ def toolchain_main(args: argparse.Namespace) -> int:
         print(f"Triton {version}: installing", file=sys.stderr)
         add_toolchain(version)
     have = {v: str(toolchain_path(v)) for v in toolchains()}
-    if args.json:
-        print(json.dumps({"toolchains": have}, indent=2))
-    else:
-        print("\n".join(f"{v:10} {path}" for v, path in have.items()) or "no toolchain added")
+    report(args, {"toolchains": have}, [f"{v:10} {path}" for v, path in have.items()] or ["no toolchain added"])
     return 0
 
 
@@ -233,32 +228,29 @@ def _signature(text: str | None) -> dict:
     return value
 
 
-def _report(rows: list[dict], as_json: bool, group: tuple) -> int:
+def _report(args: argparse.Namespace, rows: list[dict], group: tuple) -> int:
     from k3lab.races.kernel import COPY_PATHS
     from k3lab.races.lds import ASSUMPTIONS
 
     verdicts = {r["verdict"] for r in rows}
-    if as_json:
-        print(json.dumps({"rows": rows, "assumptions": list(ASSUMPTIONS)}, indent=2))
-    else:
-        heading = None
-        for r in rows:
-            if (here := [r.get(k) for k in group]) != heading:
-                heading = here
-                words = [f"{k} {_word(r.get(k))}" if k != "file" else str(r["file"]) for k in group if r.get(k) not in ("", None)]
-                print("\n" + ", ".join(words) + (f"\n  {COPY_PATHS[r['path']]}" if r.get("path") else ""))
-            config = f"w{r['warps']}s{r['stages']}" if "stages" in r else r["kernel"]
-            print(f"  {config:6} {r['input']:9} {r['verdict']}" + (f": {r['error']}" if r.get("error") else ""))
-            hazards = [f["message"] for f in r["findings"] if f["kind"] in ("race", "uninitialised", "barrier count")]
-            notes = [f["message"] for f in r["findings"] if f["kind"] == "missing copy"]
-            for message in [*hazards[:1], *notes]:
-                print(f"         {message}")
-            if len(hazards) > 1:
-                print(f"         and {len(hazards) - 1} more like it (--json lists them all)")
-            for w in r.get("waits", []):
-                left = ", ".join(f"{v}: {n}" for v, n in w["pairs"].items())
-                print(f"         {w['counter']} at line {w['line']}: {w['enough']} is enough; racing pairs left by value: {left}")
-        print("\nassumed: " + ";\n  ".join(ASSUMPTIONS))
+    heading, lines = None, []
+    for r in rows:
+        if (here := [r.get(k) for k in group]) != heading:
+            heading = here
+            words = [f"{k} {_word(r.get(k))}" if k != "file" else str(r["file"]) for k in group if r.get(k) not in ("", None)]
+            lines.append("\n" + ", ".join(words) + (f"\n  {COPY_PATHS[r['path']]}" if r.get("path") else ""))
+        config = f"w{r['warps']}s{r['stages']}" if "stages" in r else r["kernel"]
+        lines.append(f"  {config:6} {r['input']:9} {r['verdict']}" + (f": {r['error']}" if r.get("error") else ""))
+        hazards = [f["message"] for f in r["findings"] if f["kind"] in ("race", "uninitialised", "barrier count")]
+        notes = [f["message"] for f in r["findings"] if f["kind"] == "missing copy"]
+        lines += [f"         {message}" for message in (*hazards[:1], *notes)]
+        if len(hazards) > 1:
+            lines.append(f"         and {len(hazards) - 1} more like it (--json lists them all)")
+        for w in r.get("waits", []):
+            left = ", ".join(f"{v}: {n}" for v, n in w["pairs"].items())
+            lines.append(f"         {w['counter']} at line {w['line']}: {w['enough']} is enough; racing pairs left by value: {left}")
+    lines.append("\nassumed: " + ";\n  ".join(ASSUMPTIONS))
+    report(args, {"rows": rows, "assumptions": list(ASSUMPTIONS)}, lines)
     return 1 if verdicts & {"race", "uninitialised"} else 2 if "error" in verdicts else 0
 
 

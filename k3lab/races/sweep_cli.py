@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from k3lab.errors import BadInput, Unsupported
+from k3lab.subcommand import report
 
 STATUS = (
     "exit status: 0 no difference, 1 a race, a dependence on initial memory, a wrong result, a crash or a hang,\n"
@@ -48,15 +49,13 @@ def sweep_main(args: argparse.Namespace) -> int:
     cases = _cases(args)
     rows = run_sweep(cases, args.runs, args.journal, jobs=args.jobs, timeout=args.timeout, load=args.load)
     verdicts = judge(rows)
-    if args.json:
-        lines = verdicts.astype(object).where(verdicts.notna(), None).to_dict("records")
-        print(json.dumps({"where": rows[0]["where"], "verdicts": lines, "rows": rows}, indent=2))
-    else:
-        where = rows[0]["where"]
-        print(f"{where['device']}, Triton {where['triton']}, torch {where['torch']}: {args.runs} runs at each of 2 fills")
-        for line in verdicts.to_dict("records"):
-            mark = "FINDING " if line["finding"] else ""
-            print(f"{line['kernel']} {line['config']}, {line['input']}{', under load' if line['load'] else ''}: {mark}{line['sentence']}")
+    where = rows[0]["where"]
+    records = verdicts.astype(object).where(verdicts.notna(), None).to_dict("records")
+    lines = [f"{where['device']}, Triton {where['triton']}, torch {where['torch']}: {args.runs} runs at each of 2 fills"]
+    for r in records:
+        mark = "FINDING " if r["finding"] else ""
+        lines.append(f"{r['kernel']} {r['config']}, {r['input']}{', under load' if r['load'] else ''}: {mark}{r['sentence']}")
+    report(args, {"where": where, "verdicts": records, "rows": rows}, lines)
     if verdicts["finding"].any():
         return 1
     return 2 if verdicts["excluded_rate"].isna().any() else 0

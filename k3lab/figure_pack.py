@@ -1,0 +1,140 @@
+"""The figures of the notebooks by name, made outside a notebook: for a PR, on the shipped data or on one's own capture or log.
+
+    for name, (fig, frame) in make(["01_routes"], capture="mine.safetensors"): figures.export(fig, frame, name)
+
+Names are those the notebooks export under. Each function below takes the Inputs and returns a figure and its frame.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from k3lab import nan_figures, nonfinite, race_figures
+from k3lab.capture import Capture
+from k3lab.errors import BadInput
+from k3lab.kda.call import KdaCall
+from k3lab.provenance import DATA
+
+Made = tuple[Figure, pd.DataFrame]
+SHIPPED = DATA / "captures/mixed_split_layer1.safetensors"
+
+
+@dataclass
+class Inputs:
+    """What the figures are of: a KDA capture and, for the acceptance figures, an engine's log; shipped data by default."""
+
+    capture: Path = SHIPPED
+    log: Path | None = None
+
+    @cached_property
+    def call(self) -> KdaCall:
+        return Capture.load(self.capture).kda_call()
+
+    @property
+    def fixed_route(self) -> str:
+        return "gather_split" if self.call.spec_mask is not None and bool(self.call.spec_mask.any()) else "split"
+
+
+def shipped(name: str) -> Path:
+    """A file of data/. Raises BadInput where there is none: an installed copy without the repository."""
+    path = DATA / name
+    if not path.is_file():
+        raise BadInput(f"{path}: is not there; run from a clone of the repository, which holds data/")
+    return path
+
+
+def tiles(given: Inputs) -> Made:
+    return nan_figures.tiles_figure(given.call)
+
+
+def routes(given: Inputs) -> Made:
+    frame = nan_figures.routes_frame(given.call, ("chunk_all", given.fixed_route))
+    return nan_figures.routes_figure(frame, f"{given.capture.name}, {given.call.num_sequences} sequences, {given.call.q.dtype}"), frame
+
+
+def length_map(given: Inputs) -> Made:
+    frame = nonfinite.length_map(range(1, 131))
+    return nan_figures.length_map_figure(frame), frame
+
+
+def _provenance(given: Inputs, route: str, which: int) -> Made:
+    chunked = nan_figures.chunked(given.call, route)
+    if not chunked:
+        raise BadInput(f"{given.capture}: no sequence goes through the chunk kernel by {route}, so there is nothing to follow")
+    sequence = chunked[which]
+    frame = nan_figures.provenance_frame(given.call, route, "nan", sequence)
+    ran = f"{given.capture.name}, route {route}, padding nan"
+    return nan_figures.provenance_figure(frame, sequence, int(given.call.lengths[sequence]), ran), frame
+
+
+def provenance_decode(given: Inputs) -> Made:
+    return _provenance(given, "chunk_all", 0)
+
+
+def provenance_prefill(given: Inputs) -> Made:
+    return _provenance(given, given.fixed_route, -1)
+
+
+def accuracy(given: Inputs) -> Made:
+    from k3lab.tiny import accuracy as tiny
+
+    acc = tiny.load(shipped("accuracy.json"))
+    curve = acc.assign(series=acc["route"] + ", " + acc["padding"])
+    published = pd.read_csv(shipped("published/vllm_pr_50649_gsm8k.csv"))
+    drop = published[(published["n_shot"] == 5) & (published["filter"] == "flexible-extract")].set_index("run")["exact_match"]
+    p_drop = tiny.p_of_ratio(acc, "chunk_all", drop["before"] / drop["PR"])
+    lines = {"PR 50649, gsm8k with the fix": drop["PR"], "before": drop["before"]}
+    ran = (
+        f"tiny Kimi-K3, {int(acc['total'].iloc[0])} held-out problems a point, up to 128 requests at a time; chunk_all served on an H200, "
+        "split on a CPU, one seed; bars: 95% Wilson"
+    )
+    return nan_figures.accuracy_figure(curve, ran, lines, p_drop), curve
+
+
+def _matrix() -> pd.DataFrame:
+    from k3lab.races.matrix import read_journal
+
+    matrix = pd.DataFrame(read_journal(shipped("race_matrix.jsonl")))
+    return matrix[(matrix["target"] == "hip:gfx950") & (matrix["async"] == "on")]
+
+
+def race_card(given: Inputs) -> Made:
+    rows = _matrix()
+    rows = rows[(rows["triton"] == "3.7.1") & (rows["padding"] == "undefined")]
+    return race_figures.race_card_figure(rows, "recompute_w_u_fwd_kernel, Triton 3.7.1, gfx950, async copy on, masked rows undefined")
+
+
+def versions(given: Inputs) -> Made:
+    return race_figures.versions_figure(_matrix(), "recompute_w_u_fwd_kernel, gfx950, async copy on")
+
+
+FIGURES: dict[str, tuple[str, Callable[[Inputs], Made]]] = {
+    "01_tiles": ("the tiles of a batch, and their masked rows", tiles),
+    "01_routes": ("which sequences each route and padding loses", routes),
+    "01_length_map": ("which lengths NaN in masked rows would hit, and at which stage", length_map),
+    "01_provenance_decode": ("the shortest sequence by chunk_all, stage by stage", provenance_decode),
+    "01_provenance_prefill": ("the longest prefill by the fixed route, stage by stage", provenance_prefill),
+    "01_accuracy": ("accuracy against the probability that undefined rows are NaN", accuracy),
+    "02_race_card": ("nine configs of recompute_w_u on gfx950", race_card),
+    "02_versions": ("the race matrix over Triton versions", versions),
+}
+
+
+def make(
+    names: Sequence[str] = (), capture: str | os.PathLike | None = None, log: str | os.PathLike | None = None
+) -> Iterator[tuple[str, Made]]:
+    """Yield (name, (figure, frame)) for each name, all if none is given.
+
+    Raises BadInput for an unknown name or an input that does not fit.
+    """
+    unknown = [n for n in names if n not in FIGURES]
+    if unknown:
+        raise BadInput(f"figure {unknown[0]!r} is not one of {', '.join(FIGURES)}")
+    given = Inputs(SHIPPED if capture is None else Path(capture), None if log is None else Path(log))
+    for name in dict.fromkeys(names) if names else FIGURES:
+        yield name, FIGURES[name][1](given)
