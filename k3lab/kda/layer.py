@@ -74,7 +74,8 @@ def plan(call: KdaCall, route: str) -> list[tuple[str, list[int]]]:
         decode = [n for n in live if n in spec or lengths[n] == 1]
     else:
         decode = [n for n in live if n in spec]
-    chunk = [n for n in live if n not in set(decode)]
+    taken = set(decode)
+    chunk = [n for n in live if n not in taken]
     return [(kernel, seqs) for kernel, seqs in (("recurrent", decode), ("chunk", chunk)) if seqs]
 
 
@@ -121,7 +122,9 @@ def kda_layer_step(call: KdaCall, route: str = "split", impl: str = "torch", pad
             final = call.state_vk().to(out["final_state"].dtype, copy=True)  # state_vk may be the call's own tensor
         o[rows] = out["o"]
         final[torch.tensor(sequences, device=final.device)] = out["final_state"]
-        if "states" in out:
+        if "states" in out and whole and bool(part.spec_mask.all()):
+            states = out["states"]  # the largest tensor of the step: no copy where nothing has to be left out
+        elif "states" in out:
             states = torch.full((*o.shape, call.q.shape[-1]), float("nan"), dtype=final.dtype, device=o.device)
             states[rows] = out["states"]
             if part.spec_mask is not None:
