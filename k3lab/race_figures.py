@@ -18,7 +18,7 @@ from k3lab.races.controls import REPORTED, SILENT
 from k3lab.races.kernel import Kernel, standard_input
 from k3lab.races.lds import findings, run, sufficient_waits
 from k3lab.races.matrix import INPUTS, VERDICTS, verdict_table
-from k3lab.races.order import NEVER, order, races, readers
+from k3lab.races.order import NEVER, order, races, readers, uninitialised
 
 RACE, UNINITIALISED, ORDERED, ERROR = "#D55E00", "#F4C56A", "#e8eef4", "#b8b8b8"
 COLOR = {"ordered": ORDERED, "uninitialised": UNINITIALISED, "race": RACE, "error": ERROR}
@@ -26,7 +26,7 @@ LETTER = {"ordered": "", "uninitialised": "U", "race": "R", "error": "?"}
 TILE_BYTES = 64 * 64 * 2  # one [BT, BV] tile of bf16
 
 
-def _grid(ax: Axes, verdicts: np.ndarray, texts: np.ndarray) -> None:
+def draw_grid(ax: Axes, verdicts: np.ndarray, texts: np.ndarray) -> None:
     """Cells by verdict: colour, and a letter for grey-scale prints."""
     codes = np.vectorize(VERDICTS.index)(verdicts)
     ax.imshow(codes, aspect="auto", cmap=ListedColormap([COLOR[v] for v in VERDICTS]), vmin=0, vmax=3, interpolation="nearest")
@@ -41,7 +41,7 @@ def _grid(ax: Axes, verdicts: np.ndarray, texts: np.ndarray) -> None:
     ax.tick_params(length=0)
 
 
-def _legend(fig: Figure, ncols: int, **legend) -> None:
+def legend(fig: Figure, ncols: int, **legend) -> None:
     """A legend in a strip of its own between the axes and the provenance line."""
     engine = fig.get_layout_engine()
     x, y, width, height = engine.get()["rect"]
@@ -50,10 +50,10 @@ def _legend(fig: Figure, ncols: int, **legend) -> None:
     fig.legend(loc="lower center", bbox_to_anchor=(0.5, y), ncols=ncols, fontsize=8, **legend)
 
 
-def _verdict_legend(fig: Figure, present: set) -> None:
+def verdict_legend(fig: Figure, present: set) -> None:
     words = {"ordered": "ordered", "uninitialised": "U: reads LDS that nothing wrote", "race": "R: race", "error": "?: not analysed"}
     handles = [Patch(facecolor=COLOR[v], edgecolor="#777777", linewidth=0.4, label=words[v]) for v in VERDICTS if v in present]
-    _legend(fig, 4, handles=handles)
+    legend(fig, 4, handles=handles)
 
 
 def race_card_figure(rows: pd.DataFrame, ran: str) -> tuple[Figure, pd.DataFrame]:
@@ -87,11 +87,11 @@ def race_card_figure(rows: pd.DataFrame, ran: str) -> tuple[Figure, pd.DataFrame
         count = np.array([[part.loc[(c, i), "race"] for i in inputs] for c in configs])
         texts = np.array([[LETTER[v] + (f" {n}" if v == "race" else "") for v, n in zip(*line, strict=True)]
                           for line in zip(verdicts, count, strict=True)])  # fmt: skip
-        _grid(ax, verdicts, texts)
+        draw_grid(ax, verdicts, texts)
         ax.set_xticks(range(len(inputs)), inputs)
         ax.set_yticks(range(len(configs)), configs)
         ax.set_title(f"pointer_range {'on' if p else 'off'}", loc="left")
-    _verdict_legend(fig, set(frame["verdict"]))
+    verdict_legend(fig, set(frame["verdict"]))
     return fig, frame.drop(columns=["warps", "stages"])
 
 
@@ -113,11 +113,11 @@ def versions_figure(rows: pd.DataFrame, ran: str) -> tuple[Figure, pd.DataFrame]
     for ax, (p, padding) in zip(axes.flat, panels, strict=False):
         part = table.loc[(p, padding)]
         verdicts = part.fillna("error").to_numpy()
-        _grid(ax, verdicts, np.vectorize(LETTER.get)(verdicts))
+        draw_grid(ax, verdicts, np.vectorize(LETTER.get)(verdicts))
         ax.set_xticks(range(len(part.columns)), part.columns, fontsize=7.5)
         ax.set_yticks(range(len(part)), part.index)
         ax.set_title(f"pointer_range {'on' if p else 'off'}, masked rows {padding}", loc="left")
-    _verdict_legend(fig, set(table.stack()))
+    verdict_legend(fig, set(table.stack()))
     return fig, table.reset_index()
 
 
@@ -133,7 +133,7 @@ class Timeline:
     """Events of every wave from the first copy of a tile to the last read of it.
 
     frame: wave, row, line, text, event (copy, wait, barrier, read), copy (number, -1 for waits and barriers), racing,
-    landed (the row at whose wait a copy retires; -1: later than shown)
+    uninitialised (a read takes bytes that nothing wrote), landed (the row at whose wait a copy retires; -1: later than shown)
     """
 
     frame: pd.DataFrame
@@ -146,6 +146,7 @@ def timeline(kernel: Kernel, given: str, label: str, tile: str = "v") -> Timelin
     acc = run(kernel, standard_input(kernel, given))
     o = order(acc)
     racing = {x for pair in races(acc, o) for x in pair}
+    stale = uninitialised(acc, o)
     who = readers(acc, o)
     copies = {n for n, a in enumerate(acc.all) if a.kind == "dma" and a.tile == tile}
     reads = {r for c in copies for r in who[c]}
@@ -165,18 +166,20 @@ def timeline(kernel: Kernel, given: str, label: str, tile: str = "v") -> Timelin
             at = place.get(ins.index, -1)
             if not first <= at <= last:
                 continue
-            event = {"wave": wave, "row": at, "line": ins.line, "text": ins.text, "copy": -1, "racing": n in racing, "landed": -1}
+            event = {"wave": wave, "row": at, "line": ins.line, "text": ins.text, "copy": -1, "landed": -1}
+            event |= {"racing": n in racing, "uninitialised": n in stale}
             if n in copies:
                 landed = place.get(steps[o.done_step[n]][1].index, -1) if o.done[n] < NEVER else -1
                 mine.append(event | {"event": "copy", "copy": copy_of[ins.index], "landed": landed})
             elif n in reads and mine and mine[-1]["event"] == "read" and mine[-1]["copy"] == source[n]:
                 mine[-1]["racing"] |= n in racing
+                mine[-1]["uninitialised"] |= n in stale
             elif n in reads:
                 mine.append(event | {"event": "read", "copy": source[n]})
             elif queue == "s_barrier" or (queue == "s_waitcnt" and "vmcnt" in ins.mods):
                 mine.append(event | {"event": "wait" if queue == "s_waitcnt" else "barrier"})
         events += mine
-    frame = pd.DataFrame(events)[["wave", "row", "line", "text", "event", "copy", "racing", "landed"]]
+    frame = pd.DataFrame(events)[["wave", "row", "line", "text", "event", "copy", "racing", "uninitialised", "landed"]]
     row_of = {at: row for row, at in enumerate(sorted(frame["row"].unique()))}
     frame["landed"] = [row_of.get(at, -1) for at in frame["landed"]]
     frame["row"] = frame["row"].map(row_of)
@@ -189,7 +192,13 @@ def timelines_figure(timelines: Sequence[Timeline], finding: str, ran: str) -> t
     size = (8.4, 0.3 * rows + 1.0)
     fig, axes = figures.new(finding, f"{ran}; bar: copy in flight, until the wait that retires it", size, 1, len(timelines), squeeze=False)
     for ax, t in zip(axes[0], timelines, strict=True):
-        _draw_timeline(ax, t)
+        draw_timeline(ax, t)
+    event_legend(fig, [t.frame for t in timelines])
+    return fig, pd.concat([t.frame.assign(build=t.label) for t in timelines], ignore_index=True)
+
+
+def event_legend(fig: Figure, frames: Sequence[pd.DataFrame]) -> None:
+    """What the marks of draw_timeline mean."""
     style = {"linestyle": "none", "markersize": 6}
     handles = [
         Line2D([], [], marker="s", color=figures.SERIES[0].color, label="copy into LDS", **style),
@@ -198,16 +207,18 @@ def timelines_figure(timelines: Sequence[Timeline], finding: str, ran: str) -> t
         Line2D([], [], color="black", linewidth=2, label="s_barrier"),
         Patch(facecolor="#fff3c4", edgecolor="#999999", linewidth=0.5, label="s_waitcnt vmcnt"),
     ]
-    _legend(fig, 5, handles=handles)
-    return fig, pd.concat([t.frame.assign(build=t.label) for t in timelines], ignore_index=True)
+    if any(f["uninitialised"].any() for f in frames):
+        handles.insert(3, Line2D([], [], marker="$U$", color="black", label="read unwritten", **style))
+    legend(fig, len(handles), handles=handles)
 
 
-def _draw_timeline(ax: Axes, t: Timeline) -> None:
+def draw_timeline(ax: Axes, t: Timeline) -> None:
+    """One timeline on an axes: rows are instructions, columns waves, a bar is a copy in flight."""
     waves, last = t.frame["wave"].max() + 1, t.frame["row"].max()
     copies = sorted(t.frame[t.frame["event"] == "copy"]["row"].unique())
     for e in t.frame.itertuples():
         if e.event == "copy":
-            x = e.wave + 0.16 * (copies.index(e.row) - (len(copies) - 1) / 2)
+            x = e.wave + min(0.16, 0.9 / len(copies)) * (copies.index(e.row) - (len(copies) - 1) / 2)
             color = RACE if e.racing else figures.SERIES[0].color
             end = e.landed if e.landed >= 0 else last + 0.45
             ax.plot([x, x], [e.row, end], color=color, linewidth=2.6, alpha=0.55, solid_capstyle="butt", zorder=2)
@@ -215,6 +226,8 @@ def _draw_timeline(ax: Axes, t: Timeline) -> None:
         elif e.event == "read":
             ax.plot([e.wave], [e.row], marker="X" if e.racing else "v", color=RACE if e.racing else figures.SERIES[2].color, markersize=8,
                     zorder=3)  # fmt: skip
+            if e.uninitialised:
+                ax.plot([e.wave + 0.25], [e.row], marker="$U$", color="black", markersize=6, zorder=3)
         elif e.event == "wait":
             ax.barh(e.row, 1, left=e.wave - 0.5, height=0.9, color="#fff3c4", edgecolor="#999999", linewidth=0.3, zorder=0)
         else:
@@ -335,7 +348,7 @@ def controls_figure(counts: pd.DataFrame, ran: str) -> Figure:
     ax.set_yticks(y, [f"{b}: {c}" for b, c in table.index], fontsize=8)
     ax.set(xlabel="mutants", ylim=(len(table) - 0.5, -0.5))
     ax.grid(axis="y", visible=False)
-    _legend(fig, 5)
+    legend(fig, 5)
     return fig
 
 
