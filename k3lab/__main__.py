@@ -12,6 +12,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from k3lab.drafter.cli import add_parsers as add_drafter_parsers
 from k3lab.errors import BadInput, K3labError
 from k3lab.races.cli import add_parsers
 from k3lab.subcommand import add_command, printable, report
@@ -48,6 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     nan.add_argument("--impl", choices=["torch", "triton", "reference"], help="what replays it (default: torch)")
     nan.add_argument("--dtype", choices=["float16", "bfloat16", "float32", "float64"], help="recast the token tensors before the replay")
     add_parsers(commands)
+    add_drafter_parsers(commands)
     figures = command(
         "figures", _figures, "make the notebooks' figures outside a notebook, ready for a PR",
         "Each is NAME.png (2x),\nNAME.svg, NAME.csv and NAME.md, the snippet to paste. --out defaults to K3LAB_OUT, else out/.",
