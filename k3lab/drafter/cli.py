@@ -26,7 +26,8 @@ def add_parsers(commands: argparse._SubParsersAction) -> None:
     acceptance = command(
         "acceptance", acceptance_main, "add up what engine logs and metrics say of speculative decoding, and say what it looks like",
         "Takes log\nlines of vLLM, SGLang and ATOM, Prometheus text, per-request and benchmark JSON, in any mix. Counts are summed, means "
-        "never\naveraged. What is not understood is listed by file and line. --out also writes the figure\nacceptance.png, .svg, .csv and .md.",
+        "never\naveraged. What is not understood is listed by file and line. "
+        "--out also writes the figure\nacceptance.png, .svg, .csv and .md.",
         "acceptance server.log metrics.txt", status=ACCEPTANCE_STATUS,
     )  # fmt: skip
     acceptance.add_argument("logs", nargs="+", metavar="LOG", help="files, or - for standard input")

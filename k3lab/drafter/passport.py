@@ -229,7 +229,7 @@ def _expected(config: dict, known: dict | None, declared: str | None, method: st
         state(f"declares: {key}", f"{_text(ids)}: after layers {_text(taps_by_key[key])}", "convention", source)
     taps, taps_status = next(iter(taps_by_key.values()), None), "convention" if taps_by_key else "unknown"
     if known and known.get("taps"):
-        taps, taps_status = known["taps"], "documented"
+        taps, taps_status = known["taps"], known.get("taps_status", "documented")
         state("expects: after layers", taps, taps_status, known["source"])
     elif len({tuple(t) for t in taps_by_key.values()}) > 1:
         taps, taps_status = None, "disputed"
@@ -463,7 +463,7 @@ def _judge(fed: dict, expected: dict, known: dict | None) -> tuple[str, list[str
     if taps is None or wanted is None:
         open_.append("layers: what is fed is unknown" if taps is None else f"layers: what is expected is {expected['layers_status']}")
     elif sorted(taps) == sorted(wanted):
-        basis = "" if expected["layers_status"] == "documented" else ", by the convention of the config's key"
+        basis = {"reported": ", as reported", "convention": ", by the convention of the config's key"}.get(expected["layers_status"], "")
         right.append(f"layers: after {_text(taps)}{basis}")
     elif len(taps) == len(wanted) and len({a - b for a, b in zip(sorted(taps), sorted(wanted), strict=True)}) == 1:
         off = sorted(taps)[0] - sorted(wanted)[0]
