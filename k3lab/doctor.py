@@ -116,8 +116,12 @@ def _data() -> Iterator[Item]:
         return
     sound = 0
     for file in files:
-        card, name = file.with_suffix(".md"), str(file.relative_to(DATA.parent))
-        if not card.is_file():
+        name = str(file.relative_to(DATA.parent))
+        # a card of its own, or one that it shares with the files made with it
+        own = [file.with_suffix(".md")] if file.with_suffix(".md").is_file() else sorted(file.parent.glob("*.md"))
+        card = next((c for c in own if c.stem == file.stem or file.name in c.read_text(encoding="utf-8")), None)
+        if card is None:
+            card = file.with_suffix(".md")
             yield Item(name, "optional", f"has no data card {card.name}", f"git checkout -- {card.relative_to(DATA.parent)}")
         elif sha256(file) not in card.read_text(encoding="utf-8"):
             yield Item(name, "missing", f"its sha256 is not the one in {card.name}: altered or cut short", f"git checkout -- {name}")

@@ -341,6 +341,11 @@ def test_doctor_compares_data_with_its_cards(capsys, monkeypatch, tmp_path):
     assert status == 1
     assert items["data/captures/a.safetensors"]["fix"] == "git checkout -- data/captures/a.safetensors"
 
+    (data / "both.md").write_text(f"a.safetensors, b.safetensors: `{sha256(data / 'b.safetensors')}`\n")
+    (data / "a.safetensors").write_bytes(b"one")
+    items = {i["item"]: i for i in run_json(capsys, "doctor")[1]["items"]}
+    assert items["data"]["value"].startswith("2 of 2 files")
+
 
 def test_a_command_without_torch_points_to_the_doctor_and_the_doctor_still_answers():
     """The doctor is for broken installations: it must not need what it looks for."""
