@@ -375,23 +375,32 @@ def overlay_figure(
 def log_figure(counts: pd.DataFrame, ran: str) -> tuple[Figure, pd.DataFrame]:
     """Acceptance from a log: survival by position with the check 1 + sum of rates = mean, and the mean of each interval in order.
 
-    counts: one row per interval. Frame: metric ("survival", "mean_emitted"), position, interval (row number), value, drafts.
+    counts: one row per interval, e.g. `counted` of logs.read. Where an engine prints a mean and no counts, the column reported_mean
+    is drawn for that interval, and left out of every sum. Frame: metric ("survival", "mean_emitted"), position, interval (row
+    number), value, drafts (missing where not printed).
     """
-    summary = acceptance.summarize(counts).set_index("metric")
-    mean, drafts = (float(summary.loc["mean_emitted", c]) for c in ("value", "drafts"))
-    if not drafts > 0:
-        raise BadInput("log: no draft round; there is no acceptance to draw")
-    survival = summary.loc[["survival"], "value"].to_numpy(float) if "survival" in summary.index else np.array([])
-    finding = f"{mean:.2f} tokens a round over {drafts:,.0f} draft rounds"
+    _need(counts, acceptance.COUNTS, "log")
+    columns = [*acceptance.COUNTS, *(f"accepted_{j}" for j in range(acceptance.positions(counts)))]
+    known = counts["drafts"].notna() & counts["emitted"].notna()
+    n, out = (counts[c].to_numpy(float, na_value=np.nan) for c in ("drafts", "emitted"))
+    each = np.divide(out, n, out=np.full(len(n), np.nan), where=n > 0)
+    if "reported_mean" in counts:
+        each = np.where(known, each, counts["reported_mean"].to_numpy(float, na_value=np.nan))
+    if np.isnan(each).all():
+        raise BadInput("log: no draft round and no reported mean; there is no acceptance to draw")
+    survival, mean, drafts = np.array([]), np.nan, np.nan
+    finding = f"Mean lengths as printed: {_span(each, '.2f')}; without draft rounds they have no overall mean"
+    if n[known].sum() > 0:
+        summary = acceptance.summarize(counts.loc[known, columns]).set_index("metric")
+        mean, drafts = (float(summary.loc["mean_emitted", c]) for c in ("value", "drafts"))
+        finding = f"{mean:.2f} tokens a round over {drafts:,.0f} draft rounds"
+        survival = summary.loc[["survival"], "value"].to_numpy(float) if "survival" in summary.index else survival
     if len(survival) and not np.isnan(survival).any():
         total = 1 + survival.sum()
         agrees = abs(total - mean) <= ROUNDING * len(survival) + 0.005
         finding += f"; 1 + sum of survival = {total:.2f} " + ("agrees" if agrees else "does not agree with it")
-    n = counts["drafts"].to_numpy(float, na_value=np.nan)
-    each = np.divide(counts["emitted"].to_numpy(float, na_value=np.nan), n, out=np.full(len(n), np.nan), where=n > 0)
-    fig, axes = figures.new(
-        finding, f"{ran}; counts summed over {len(counts)} intervals, bonus included", (7.5, 3.0), 1, 2, width_ratios=(1, 1.4)
-    )
+    subtitle = f"{ran}; counts summed over {known.sum()} of {len(counts)} intervals, bonus included"
+    fig, axes = figures.new(finding, subtitle, (7.5, 3.0), 1, 2, width_ratios=(1, 1.4))
     left, right = axes
     if len(survival):
         figures.bar(left, 0, range(len(survival)), survival, width=0.8)
@@ -403,8 +412,9 @@ def log_figure(counts: pd.DataFrame, ran: str) -> tuple[Figure, pd.DataFrame]:
     left.set(xlabel="draft position, from 0", ylabel="accepted here and before", ylim=(0, 1.08))
     left.grid(axis="x", visible=False)
     figures.plot(right, 1, range(len(each)), each, linewidth=1, linestyle="solid", marker="s" if len(each) <= 60 else "")
-    right.axhline(mean, color="black", linewidth=1, linestyle=(0, (4, 2)))
-    right.text(0.99, 0.98, f"dashed: all intervals, {mean:.2f}", transform=right.transAxes, ha="right", va="top", fontsize=8)
+    if not np.isnan(mean):
+        right.axhline(mean, color="black", linewidth=1, linestyle=(0, (4, 2)))
+        right.text(0.99, 0.98, f"dashed: all intervals, {mean:.2f}", transform=right.transAxes, ha="right", va="top", fontsize=8)
     right.set(xlabel="interval, in the order of the log", ylabel="tokens emitted a round")
     right.set_ylim(1 - 0.02, np.nanmax(each) * 1.12)
     right.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -147,6 +147,13 @@ def test_degenerate_groups_have_no_interval(counts):
     assert got["value"].isna().all() == (counts["drafts"].sum() == 0)
 
 
+def test_rows_of_a_long_log_are_summed_without_resampling(monkeypatch):
+    """A log of 50 MB has hundreds of thousands of rows: drawing weights for them would take minutes and mean nothing."""
+    monkeypatch.setattr(acceptance.np.random, "default_rng", None)
+    counts = pd.DataFrame([row([3, 1], 3, source="log", line=n) for n in range(20)])
+    assert value(summarize(counts), "mean_emitted", column="drafts") == 40
+
+
 def test_ratio_that_most_resamples_leave_undefined_has_no_interval():
     """Only one prompt of eight ever reaches position 1: its conditional rate there is undefined in a third of the resamples."""
     counts = pd.DataFrame([row([0, 0], 2, prompt=p) for p in range(7)] + [row([1, 2], 2, prompt=7)])

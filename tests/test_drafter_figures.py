@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 
 from k3lab import drafter_figures, figures
+from k3lab.drafter import logs
 from k3lab.drafter.acceptance import summarize
 from k3lab.drafter.published import published, published_streams
 from k3lab.errors import BadInput
@@ -224,6 +225,29 @@ def test_log_without_positions_or_without_drafts(tmp_path):
         drafter_figures.log_figure(idle.iloc[3:], "x")
 
 
+def test_log_as_the_reader_returns_it(tmp_path):
+    """vLLM's counts are summed; SGLang's means, printed without counts, are drawn and not summed."""
+    vllm = (
+        "INFO 05-01 14:24:50 [metrics.py:101] SpecDecoding metrics: Mean acceptance length: 2.37, Accepted throughput: 8.90 tokens/s, "
+        "Drafted throughput: 19.50 tokens/s, Accepted: 89 tokens, Drafted: 195 tokens, Per-position acceptance rate: 0.800, 0.385, 0.185, "
+        "Avg Draft acceptance rate: 45.6%\n"
+    )
+    sglang = (
+        "Decode batch, #running-req: 8, #token: 100, token usage: 0.10, accept len: 3.56, accept rate: 0.37, cuda graph: True, "
+        "gen throughput (token/s): 129.00, #queue-req: 0\n"
+    )
+    for name, text in (("mixed", vllm + sglang), ("sglang", sglang)):
+        (tmp_path / f"{name}.log").write_text(text)
+    fig, frame = drafter_figures.log_figure(logs.read(tmp_path / "mixed.log").counted, "what ran")
+    kept(fig, frame, tmp_path)
+    assert title(fig) == "2.37 tokens a round over 65 draft rounds; 1 + sum of survival = 2.37 agrees"
+    assert "1 of 2 intervals" in subtitle(fig)
+    assert frame[frame["metric"] == "mean_emitted"]["value"].tolist() == pytest.approx([154 / 65, 3.56])
+    fig, frame = drafter_figures.log_figure(logs.read(tmp_path / "sglang.log").counted, "what ran")
+    kept(fig, frame, tmp_path)
+    assert "Mean lengths as printed: 3.56" in title(fig)
+
+
 @pytest.mark.parametrize(
     ("draw", "frame", "message"),
     [
@@ -232,7 +256,7 @@ def test_log_without_positions_or_without_drafts(tmp_path):
         (drafter_figures.streams_figure, pd.DataFrame({"layer": [0]}), "streams: no column 'cosine'"),
         (drafter_figures.streams_figure, pd.DataFrame({"layer": [], "cosine": [], "norm_ratio": []}), "streams: no rows"),
         (drafter_figures.weights_figure, pd.DataFrame(), "weights: no rows"),
-        (drafter_figures.log_figure, pd.DataFrame({"drafts": [1]}), "no column 'drafted'"),
+        (drafter_figures.log_figure, pd.DataFrame({"drafts": [1]}), "log: no column 'drafted'"),
     ],
 )
 def test_frames_of_another_kind_are_refused(draw, frame, message):

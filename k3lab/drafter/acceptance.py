@@ -241,7 +241,8 @@ def _groups(counts: pd.DataFrame, by: Sequence[str], unit: Sequence[str], where:
 
 def _summary(groups: list[_Group], by: Sequence[str], k: int, resamples: int, seed: int) -> pd.DataFrame:
     parts = []
-    for g, sums in zip(groups, _resampled([g.table for g in groups], resamples, seed), strict=True):
+    tables = [g.table if g.units is not None else g.table[:0] for g in groups]  # rows of a log are no prompts: nothing to draw
+    for g, sums in zip(groups, _resampled(tables, resamples, seed), strict=True):
         total = g.table.sum(0)
         part = _rows(g.key, by, k)
         part["value"] = _metrics(total, k)
