@@ -1,0 +1,102 @@
+"""Each notebook in JupyterLab, as somebody at a browser has it: run all, move a control, and the picture changes."""
+
+from pathlib import Path
+
+import pytest
+from selenium.webdriver import ActionChains, Chrome
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.ui import Select, WebDriverWait
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+LOAD, RUN, REDRAW = 30, 170, 20  # seconds
+
+pytestmark = pytest.mark.browser
+
+# the page's own application object says when it is ready; nothing here waits for a time
+NOTEBOOK = "[...window.jupyterapp.shell.widgets('main')].find(w => w.context && w.context.path === arguments[0])"
+OPENED = f"return !!window.jupyterapp && !!({NOTEBOOK})"
+READY = f"""
+const done = arguments[1], app = window.jupyterapp, panel = {NOTEBOOK};
+(async () => {{
+  await app.restored;
+  await panel.context.ready;
+  await panel.sessionContext.ready;
+  await panel.sessionContext.session.kernel.info;
+  app.shell.activateById(panel.id);
+  return "ready";
+}})().then(done, error => done("failed: " + error));
+"""
+RUN_ALL = f"""
+const done = arguments[1], app = window.jupyterapp, panel = {NOTEBOOK};
+(async () => {{
+  await app.commands.execute("notebook:run-all-cells");
+  const cells = [...panel.content.model.cells].map(cell => cell.toJSON()).filter(cell => cell.cell_type === "code");
+  const errors = cells.flatMap(cell => cell.outputs).filter(output => output.output_type === "error");
+  return {{
+    cells: cells.length,
+    run: cells.filter(cell => cell.execution_count !== null).length,
+    errors: errors.map(error => error.ename + ": " + error.evalue),
+  }};
+}})().then(done, error => done({{errors: ["failed: " + error]}}));
+"""
+CLEAR = f"window.jupyterapp.commands.execute('notebook:clear-all-cell-outputs'); return ({NOTEBOOK}).content.model.cells.length"
+SHUT_DOWN = f"const done = arguments[1]; ({NOTEBOOK}).sessionContext.shutdown().then(done, done);"
+
+
+def open_notebook(browser: Chrome, url: str, name: str) -> None:
+    browser.set_script_timeout(LOAD)
+    browser.get(url)
+    WebDriverWait(browser, LOAD).until(lambda b: b.execute_script(OPENED, name))
+    assert browser.execute_async_script(READY, name) == "ready"
+    assert browser.execute_script(CLEAR, name) > 0
+
+
+def picture(panel: WebElement) -> str:
+    """The address of the panel's picture, "" while there is none or it is not decoded."""
+    found = panel.find_elements(By.CSS_SELECTOR, ".k3lab-picture img")
+    script = "return arguments[0].complete && arguments[0].naturalWidth > 100 ? arguments[0].src : ''"
+    return panel.parent.execute_script(script, found[0]) if found else ""
+
+
+def changed(browser: Chrome, panel: WebElement, before: str) -> str:
+    """The picture that takes the place of `before`, as soon as it is there."""
+    return WebDriverWait(browser, REDRAW, poll_frequency=0.05).until(lambda _: picture(panel) not in ("", before) and picture(panel))
+
+
+def console_errors(browser: Chrome) -> list[str]:
+    return [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda p: p.stem)
+def test_run_all_then_move_a_control_and_the_picture_changes(lab: str, browser: Chrome, notebook: Path):
+    """Every cell runs without an error, a slider or grid and a list each redraw the panel, and the console has no error."""
+    open_notebook(browser, lab.format(notebook.name), notebook.name)
+    assert browser.find_elements(By.CSS_SELECTOR, ".jp-OutputArea-output img") == [], "outputs of the committed notebook are left"
+    browser.set_script_timeout(RUN)
+    ran = browser.execute_async_script(RUN_ALL, notebook.name)
+    assert ran["errors"] == []
+    assert ran["run"] == ran["cells"] > 0
+
+    panels = browser.find_elements(By.CSS_SELECTOR, ".k3lab-panel")
+    assert len(panels) == notebook.with_suffix(".py").read_text().count("_panel.show(")
+    for panel in panels:
+        browser.execute_script("arguments[0].scrollIntoView({block: 'start'})", panel)
+        seen = [WebDriverWait(browser, REDRAW).until(lambda _, panel=panel: picture(panel))]
+        for handle in panel.find_elements(By.CSS_SELECTOR, ".noUi-handle")[:1]:
+            ActionChains(browser).click(handle).send_keys(Keys.ARROW_LEFT).perform()
+            seen.append(changed(browser, panel, seen[-1]))
+        for button in panel.find_elements(By.CSS_SELECTOR, ".widget-gridbox button")[:1]:
+            button.click()
+            seen.append(changed(browser, panel, seen[-1]))
+        for control in panel.find_elements(By.CSS_SELECTOR, "select")[:1]:
+            choice = Select(control)
+            at = choice.options.index(choice.first_selected_option)
+            choice.select_by_index((at + 1) % len(choice.options))
+            seen.append(changed(browser, panel, seen[-1]))
+        assert len(seen) > 1, "the panel has no control that this test can move"
+        assert len(set(seen)) == len(seen)
+    assert console_errors(browser) == []
+    browser.execute_async_script(SHUT_DOWN, notebook.name)
