@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -82,6 +83,39 @@ class KdaStep:
     state_indices: Tensor  # [N]
     token_ids: Tensor  # [T]
     route: str
+    conv_rows: Tensor  # [N (width - 1) + T, 3HK] what the convolution read: the states' rows, then the new ones
+
+
+def _conv_source(cu: Tensor, keep: int, sequence: Tensor, offset: Tensor) -> Tensor:
+    """Where the row at `offset` of a sequence lies in (conv states of keep rows, new rows): before its first row, in its state."""
+    n = len(cu) - 1
+    return torch.where(offset < 0, sequence * keep + keep + offset, n * keep + cu[sequence] + offset)
+
+
+def rollback(cache: Cache, steps: Sequence[KdaStep], kept: Tensor) -> None:
+    """Take a speculative step back: cache becomes what a step over the first kept [N] rows of each sequence would have left.
+
+    steps are what the step's hook saw, one for each KDA layer. The recurrent state is the one after row kept - 1, the conv state the rows
+    before the convolution up to it; keys and values need nothing, as the caller's context no longer reaches the rejected rows.
+    vLLM's form of it: token t writes state slot state_indices[n, t], and the next step reads state_indices[n, num_accepted_tokens - 1];
+    kept is that num_accepted_tokens (last token + accepted drafts, so at least 1), copied here to the sequence's one slot.
+    Raises BadInput if kept does not fit the step, or a sequence is not speculative, so that it has no state by token.
+    """
+    call = steps[0].call
+    cu = call.cu_seqlens.long()
+    if kept.shape != cu[1:].shape or bool(((kept < 1) | (kept > cu.diff())).any()):
+        raise BadInput(f"kept: {kept.tolist()}; each sequence of the step keeps 1 to all of its {cu.diff().tolist()} rows")
+    if call.spec_mask is None or not bool(call.spec_mask.all()):
+        raise BadInput("steps: not every sequence is speculative; states after each token exist only where spec_mask is set")
+    slots = steps[0].state_indices.to(cu.device)
+    live = slots > 0
+    for step in steps:
+        pool, conv = cache.recurrent[step.call.layer], cache.conv[step.call.layer]
+        keep = conv.shape[-1]
+        back = torch.arange(-keep, 0, device=cu.device)
+        pool[slots[live]] = step.result.states[(cu[:-1] + kept - 1)[live]].to(pool.dtype)
+        rows = _conv_source(cu, keep, torch.arange(len(kept), device=cu.device)[:, None], kept[:, None] + back)
+        conv[slots[live]] = step.conv_rows[rows[live]].transpose(1, 2)
 
 
 @dataclass
@@ -108,12 +142,8 @@ def rows_of(batch: Batch, width: int, device: torch.device) -> Rows:
     within = torch.arange(int(cu[-1])) - cu[seq]
     keep = width - 1
 
-    def source(sequence: Tensor, offset: Tensor) -> Tensor:
-        # a row before the sequence's first comes from its conv state, stored ahead of the new rows
-        return torch.where(offset < 0, sequence * keep + keep + offset, n * keep + cu[sequence] + offset)
-
-    conv_rows = source(seq[:, None], within[:, None] + torch.arange(-keep, 1))
-    conv_keep = source(torch.arange(n)[:, None], lengths[:, None] + torch.arange(-keep, 0))
+    conv_rows = _conv_source(cu, keep, seq[:, None], within[:, None] + torch.arange(-keep, 1))
+    conv_keep = _conv_source(cu, keep, torch.arange(n)[:, None], lengths[:, None] + torch.arange(-keep, 0))
     slots = torch.tensor([max(s, 0) for s in batch.slots])
     context = torch.tensor(batch.context)
     row_pos = context[seq] + within

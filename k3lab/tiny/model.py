@@ -321,7 +321,7 @@ class TinyK3(nn.Module):
             cache.recurrent[i][live] = out.final_state[r.live].to(cache.recurrent[i].dtype)
             cache.conv[i][live] = after[r.live]
             if hook is not None:
-                hook(KdaStep(call, out, conv_state, after, torch.tensor(batch.slots), batch.tokens.cpu(), route))
+                hook(KdaStep(call, out, conv_state, after, torch.tensor(batch.slots), batch.tokens.cpu(), route, source))
             y = out.y.to(n.dtype).masked_fill(null_rows[:, None, None], 0.0)
             return attn.out(y.flatten(-2))
 
@@ -331,17 +331,19 @@ class TinyK3(nn.Module):
             at = (r.row_slot[alive], r.row_pos[alive])
             cache.keys[i][at], cache.values[i][at] = k[alive], v[alive]
             o = torch.empty_like(q)
+            # a rejected draft may be NaN where plain decoding never goes: its row must not reach those before it (0 * NaN again)
+            leaks = spec_mask is not None and not bool((torch.isfinite(k) & torch.isfinite(v)).all())
             for rows, where, q_pos, slots, dead in r.blocks:
                 grid = q.new_zeros(*where.shape, *q.shape[1:])
                 grid[where] = q[rows]
-                used = dead.shape[1]
-                # a mask alone lets a stale NaN of the slot's last owner through: 0 * NaN
-                keys, values = (
-                    c[i][slots, :used].masked_fill(dead[:, :, None, None], 0.0).transpose(1, 2) for c in (cache.keys, cache.values)
-                )
-                mask = torch.arange(used, device=q.device) <= q_pos[..., None]  # [n, longest, used]
-                out = F.scaled_dot_product_attention(grid.transpose(1, 2), keys, values, attn_mask=mask[:, None])
-                o[rows] = out.transpose(1, 2)[where]
+                used, outs = dead.shape[1], []
+                for part in [slice(j, j + 1) for j in range(where.shape[1])] if leaks else [slice(None)]:
+                    mask = torch.arange(used, device=q.device) <= q_pos[:, part, None]  # [n, rows, used]
+                    # a mask alone lets a stale NaN of the slot's last owner through: 0 * NaN
+                    hidden = (dead | ~mask.any(1) if leaks else dead)[:, :, None, None]
+                    keys, values = (c[i][slots, :used].masked_fill(hidden, 0.0).transpose(1, 2) for c in (cache.keys, cache.values))
+                    outs.append(F.scaled_dot_product_attention(grid[:, part].transpose(1, 2), keys, values, attn_mask=mask[:, None]))
+                o[rows] = torch.cat(outs, 2).transpose(1, 2)[where]
             return attn.close(o, n).masked_fill(null_rows[:, None], 0.0)
 
         def attend(i: int, n: Tensor) -> Tensor:
