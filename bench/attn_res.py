@@ -27,7 +27,7 @@ from kda import copy_bandwidth, provenance  # bench/kda.py
 
 from k3lab.attn_res.reference import attn_res_reference
 from k3lab.shapes import KIMI_K3
-from k3lab.testing import error_budget
+from k3lab.testing import error_budget, random_sources
 
 HIDDEN, BLOCKS, EPS = KIMI_K3.hidden, math.ceil(KIMI_K3.num_layers / KIMI_K3.attn_res_block), KIMI_K3.norm_eps
 TOKENS = (1, 128, 4096)
@@ -36,18 +36,8 @@ FORMS = ("plain", "serving")
 
 
 def inputs(tokens: int, form: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> dict:
-    """Arguments of attn_res: blocks of growing norm, as in a trained model, and scores of a few units."""
-    gen = torch.Generator("cuda").manual_seed(seed)
-
-    def randn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=gen, device="cuda")
-
-    bank = torch.stack([(0.5 + 0.3 * i) * randn(tokens, HIDDEN) for i in range(BLOCKS)])
-    x = {"bank": bank.to(dtype), "prefix": randn(tokens, HIDDEN).to(dtype), "num_blocks": BLOCKS, "eps": EPS}
-    x |= {"score_norm": (1 + 0.1 * randn(HIDDEN)).to(dtype), "score_proj": (randn(HIDDEN) * HIDDEN**-0.5).to(dtype)}
-    if form == "serving":
-        x |= {"pending": randn(tokens, HIDDEN).to(dtype), "output_norm": (1 + 0.1 * randn(HIDDEN)).to(dtype)}
-    return x
+    serving = form == "serving"
+    return random_sources(tokens, HIDDEN, BLOCKS, dtype, pending=serving, output_norm=serving, seed=seed, device="cuda")
 
 
 def k3lab(x: dict, config: dict | None = None) -> Callable[[], torch.Tensor]:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Record the captures in data/captures/: KDA calls of real serving steps of the tiny Kimi-K3 on held-out prompts, and one AttnRes tap.
+"""Record the captures in data/captures/: KDA calls of real serving steps of the tiny Kimi-K3 on held-out prompts, and AttnRes taps.
 
     python data/make_captures.py --out data/captures                                    about 30 s on one core
     python data/make_captures.py --weights /tmp/t/tiny_k3.safetensors --out /tmp/caps   the same with other weights
@@ -20,6 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from k3lab import __version__
+from k3lab.attn_res.streams import taps_of
 from k3lab.capture import Capture
 from k3lab.kda.call import KdaCall
 from k3lab.provenance import sha256
@@ -185,7 +186,15 @@ def tap_capture(net: model.TinyK3, seed: int, layer: int, about: dict) -> Captur
         "bank": torch.stack([x[0] for x in tap["bank"]]), "prefix": tap["prefix"][0], "pending": tap["pending"][0],
         "score_norm": consumer.norm, "score_proj": consumer.proj, "token_ids": tokens.int(), "o": collect["mixture"][layer][0],
     }  # fmt: skip
-    return Capture(tensors, {"kind": "attn_res", "layer": layer, "eps": consumer.eps, "stream": "mixture", "dtype": "float32", **about})
+    shapes = net.config.shapes
+    sizes = {"num_layers": shapes.num_layers, "attn_res_block": shapes.attn_res_block, "eps": consumer.eps, "dtype": "float32"}
+    return Capture(tensors, {"kind": "attn_res", "layer": layer, "stream": "mixture", **sizes, **about})
+
+
+def taps_capture(net: model.TinyK3, seed: int, about: dict) -> Capture:
+    """Every tap of the model in bf16: the last 32 tokens of 128 of code, prose and arithmetic."""
+    tokens = torch.stack(held_out_prompts((128, 128, 128), seed))
+    return taps_of(net, tokens, last=32, dtype=BF16, domains=list(data.DOMAINS), **about)
 
 
 def card(name: str, c: Capture, story: str, made: dict, seed: int, path: Path) -> str:
@@ -258,6 +267,11 @@ def main() -> None:
     layer = net.config.shapes.attn_res_block  # the layer that commits the second block
     story = f"what the mixture after layer {layer} reads: the committed blocks, the prefix, the pending MLP output, its consumer's weights"
     captures.append((f"attn_res_layer{layer}", story, tap_capture(net, a.seed, layer, about)))
+    story = (
+        "every AttnRes tap: prefix and pending MLP output after each layer, all committed blocks, and the weights of each tap's consumer; "
+        "32 tokens of each domain, teacher-forced behind 96 others, activations rounded to bf16"
+    )
+    captures.append(("attn_res_taps", story, taps_capture(net, a.seed, about)))
     for name, story, c in tqdm(captures, desc="captures", file=sys.stderr, ascii=True):
         path = c.save(a.out / f"{name}.safetensors")
         write_text(a.out / f"{name}.md", card(name, c, story, made, a.seed, path))

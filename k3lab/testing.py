@@ -63,6 +63,33 @@ def random_call(
     return call.check().to(device)
 
 
+def random_sources(
+    tokens: int, hidden: int, blocks: int, dtype: torch.dtype = torch.float32, pending: bool = True, output_norm: bool = False,
+    spare: int = 0, seed: int = 0, device: str = "cpu",
+) -> dict[str, Tensor | int | float]:  # fmt: skip
+    """Arguments of attn_res from random draws: blocks of growing norm, as in a trained model, and scores of a few units.
+
+    spare: further rows of the bank, all NaN, which nothing may read.
+    """
+    gen = torch.Generator(device).manual_seed(seed)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=gen, device=device)
+
+    bank = torch.stack([(0.5 + 0.3 * i) * randn(tokens, hidden) for i in range(blocks + spare)]) if blocks + spare else None
+    if spare:
+        bank[blocks:] = float("nan")
+    out = {
+        "prefix": randn(tokens, hidden).to(dtype), "bank": None if bank is None else bank.to(dtype), "num_blocks": blocks, "eps": 1e-5,
+        "score_norm": (1 + 0.1 * randn(hidden)).to(dtype), "score_proj": (randn(hidden) * hidden**-0.5).to(dtype),
+    }  # fmt: skip
+    if pending:
+        out["pending"] = randn(tokens, hidden).to(dtype)
+    if output_norm:
+        out["output_norm"] = (1 + 0.1 * randn(hidden)).to(dtype)
+    return out
+
+
 def low_precision_reference(call: KdaCall, dtype: torch.dtype) -> dict[str, Tensor]:
     """The chunked twin in float32 arithmetic with stage outputs stored in dtype: the error such storage cannot avoid."""
     return chunk_kda(call, torch.float32, store=dtype)

@@ -54,10 +54,10 @@ def check(
     if not 0 <= n <= held - commit:
         more = " and room for the one that is committed" if commit else ""
         raise BadInput(f"num_blocks: {n}, but the bank holds {held} blocks; it must hold the valid ones{more}")
+    if n and (score_norm is None or score_proj is None):
+        raise BadInput(f"score_norm, score_proj: missing; {n} blocks and the prefix cannot be weighed without the consumer's weights")
     for name, w in (("score_norm", score_norm), ("score_proj", score_proj), ("output_norm", output_norm)):
-        if w is None and n and name != "output_norm":
-            raise BadInput(f"{name}: is missing; {n} blocks and the prefix cannot be weighed without the consumer's weights")
-        if w is not None and (w.dim() != 1 or len(w) != shape[1] or not w.is_floating_point()):
+        if w is not None and (w.shape != shape[1:] or not w.is_floating_point()):
             raise BadInput(f"{name}: shape {list(w.shape)} dtype {w.dtype}, expected [{shape[1]}] of a floating type")
     return n
 

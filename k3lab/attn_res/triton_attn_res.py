@@ -8,6 +8,7 @@ prefix written where there is one. Runs natively on CUDA and ROCm, and on small 
 """
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import triton
@@ -94,11 +95,20 @@ def attn_res_fwd_kernel(
 
 def default_config(tokens: int, hidden: int, itemsize: int, blocks: int) -> dict:
     """A launch configuration by shape alone: few tokens want every source in flight at once, many want several programs at a time."""
-    BD = triton.next_power_of_2(hidden)
-    few = tokens <= FEW
-    BL = min(4 if few else 1, triton.next_power_of_2(max(blocks, 1)))
-    fit = max(1, SHARED_BYTES // (BL * BD * itemsize))
+    return dict(_config(tokens <= FEW, hidden, itemsize, blocks))
+
+
+@cache
+def _config(few: bool, hidden: int, itemsize: int, blocks: int) -> dict:
+    BD = _power_of_2(hidden)
+    BL = min(4 if few else 1, _power_of_2(blocks))
+    fit = SHARED_BYTES // (BL * BD * itemsize)  # num_stages tiles in flight take num_stages - 1 buffers
     return {"BL": BL, "LAST": few, "num_warps": max(1, min(16 if few else 8, BD // 512)), "num_stages": min(3 if few else 4, fit + 1)}
+
+
+def _power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n, and at least 1."""
+    return 1 << max(n - 1, 0).bit_length()
 
 
 def attn_res_triton(
@@ -133,12 +143,12 @@ def attn_res_triton(
     new_prefix = prefix if pending is None else empty(prefix)
     weights = empty(prefix[:, :1].expand(T, n + 1), dtype=torch.float32, memory_format=torch.contiguous_format) if return_weights else None
     if T:
-        c = config or default_config(T, D, prefix.element_size(), n)
+        c = config or _config(T <= FEW, D, prefix.element_size(), n)
         attn_res_fwd_kernel[(T,)](
             bank, prefix, None if pending is None else pending.contiguous(), score_norm.contiguous(), score_proj.contiguous(),
             None if output_norm is None else output_norm.contiguous(), o, new_prefix, weights, bank.stride(0), bank.stride(1),
             n, commit, D, eps, eps if output_eps is None else output_eps,
-            c["BL"], triton.next_power_of_2(D), triton.next_power_of_2(n + 1), c["num_stages"], c["LAST"],
+            c["BL"], _power_of_2(D), _power_of_2(n + 1), c["num_stages"], c["LAST"],
             num_warps=c["num_warps"], num_stages=c["num_stages"],
         )  # fmt: skip
     return Mixture(o, new_prefix, weights)

@@ -46,9 +46,11 @@ TENSORS = {
         "o": "[T, H, V]", "final_state": "[N, H, V, K] or [N, H, K, V]", "token_states": "[T, H, V, K] or [T, H, K, V]",
     },
     "attn_res": {
-        "bank": "[blocks, T, hidden]", "prefix": "[T, hidden]", "pending": "[T, hidden]",
-        "score_norm": "[hidden]", "score_proj": "[hidden]",
-        "token_ids": "[T]", "o": "[T, hidden]",
+        "bank": "[blocks, T, hidden], committed blocks; block 0 is the embedding",
+        "prefix": "[T, hidden]; [taps, T, hidden] with metadata layers, so too pending and o",
+        "pending": "[T, hidden], MLP output not yet added to the prefix",
+        "score_norm": "[hidden] of the consumer; [taps, hidden] with metadata layers", "score_proj": "[hidden] or [taps, hidden]",
+        "embedding": "[T, hidden], where there is no bank", "token_ids": "[T]", "o": "[T, hidden], the mixture",
     },
     "hidden_states": {"hidden_states": "[T, taps, hidden]", "token_ids": "[T]", "loss_mask": "[T]"},
     "call": {},
@@ -59,11 +61,12 @@ REQUIRED = {
     "hidden_states": ("hidden_states", "token_ids"),
     "call": (),
 }
+# layer, layers: 0-based, the tap or taps sit after them; layer_ids: as the engine counts; pp_layers: [first, end) of this pipeline stage
 METADATA = {
     "format_version": int, "kind": str, "model": str, "layer": int, "step": int, "state_layout": str, "gate_base": str,
     "lower_bound": float | None, "eps": float, "dtype": str, "engine": str, "engine_version": str, "num_decodes": int,
     "tp_rank": int, "tp_size": int, "git_commit": str, "route": str, "stream": str | list, "layer_ids": list,
-    "has_norm": bool, "absent": list,
+    "has_norm": bool, "absent": list, "layers": list, "num_layers": int, "attn_res_block": int, "pp_layers": list,
 }  # fmt: skip
 PER_SEQUENCE = {"initial_state", "has_initial_state", "state_indices", "spec_mask", "num_accepted_tokens"}
 _CHOICES = {"kind": tuple(TENSORS), "state_layout": STATE_LAYOUTS, "gate_base": GATE_BASES}
