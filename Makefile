@@ -9,7 +9,7 @@ NOTEBOOKS ?=
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: run test browser lab render check env clean
+.PHONY: run test browser lab render check walkthrough env clean
 
 run: $(STAMP)
 	$(PY) .ci/notebooks.py run $(NOTEBOOKS)
@@ -21,7 +21,7 @@ test: $(STAMP)
 
 # .ci/browser installs Chromium, or says how; screenshots go to out/browser/
 browser: $(STAMP)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m browser tests/browser
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m browser -n $(WORKERS) tests/browser
 
 lab: $(STAMP)
 	K3LAB_OUT="$(CURDIR)/out" $(PY) -m jupyterlab notebooks
@@ -31,6 +31,10 @@ render: $(STAMP)
 
 check: $(STAMP)
 	$(PY) .ci/notebooks.py check $(NOTEBOOKS)
+
+# each committed notebook as one page that opens offline, in out/walkthrough/
+walkthrough: $(STAMP)
+	$(PY) .ci/walkthrough.py $(NOTEBOOKS)
 
 env: $(STAMP)
 

@@ -91,10 +91,14 @@ def tidy(nb: nbformat.NotebookNode, stem: str) -> nbformat.NotebookNode:
 
 
 def write(nb: nbformat.NotebookNode, path: Path) -> None:
-    """Write to a temporary name, then rename, so that a killed run leaves the old notebook whole."""
+    write_text(nbformat.writes(nb) + "\n", path)
+
+
+def write_text(text: str, path: Path) -> None:
+    """Write to a temporary name, then rename, so that a killed run leaves the old file whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8") as f:
-        nbformat.write(nb, f)
+        f.write(text)
     os.chmod(f.name, 0o644)
     os.replace(f.name, path)
 
