@@ -47,9 +47,10 @@ def vllm_line(rng: np.random.Generator) -> str:
     rates = ", ".join(f"{n / drafts:.3f}" for n in survived)
     accepted = int(survived.sum())
     return (
-        f"(APIServer pid=1) INFO 05-01 14:24:50 [metrics.py:101] SpecDecoding metrics: Mean acceptance length: "
-        f"{1 + accepted / drafts:.2f}, Accepted throughput: {accepted / 10:.2f} tokens/s, Drafted throughput: {drafts * 0.7:.2f} tokens/s, Accepted: {accepted} tokens, "
-        f"Drafted: {7 * drafts} tokens, Per-position acceptance rate: {rates}, Avg Draft acceptance rate: {accepted / drafts / 7:.1%}"
+        f"(APIServer pid=1) INFO 05-01 14:24:50 [metrics.py:101] SpecDecoding metrics: Mean acceptance length: {1 + accepted / drafts:.2f}"
+        f", Accepted throughput: {accepted / 10:.2f} tokens/s, Drafted throughput: {drafts * 0.7:.2f} tokens/s, Accepted: {accepted} "
+        f"tokens, Drafted: {7 * drafts} tokens, Per-position acceptance rate: {rates}, Avg Draft acceptance rate: "
+        f"{accepted / drafts / 7:.1%}"
     )
 
 

@@ -62,8 +62,10 @@ class Blocks:
             self.rows.append(self._row(number, "sglang", "sglang bench text", "gauge", reported_mean=float(m[1])))
             return True
         if b"num_drafts,num_draft_tokens,num_accepted_tokens" in line:
-            self._columns, self.open = _split(line), True
-            return True
+            cells = _split(line)
+            if set(_CSV_KEYS) <= set(cells):
+                self._columns, self.open = cells, True
+                return True
         return False
 
     def close(self) -> None:

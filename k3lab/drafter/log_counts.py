@@ -22,7 +22,7 @@ def rounds(accepted: np.ndarray, drafted: np.ndarray, extra: np.ndarray, surviva
 
     extra and sum_j survival_j are both accepted / drafts, each known to half a printed digit: rounds lie in
     accepted / (extra +- 0.005) and in accepted / (sum +- K half_rate). drafted / K, exact when every round drafted K, is taken
-    if it is an integer inside; otherwise the nearest integer to accepted / extra that is inside. With nothing accepted it is
+    if it is an integer inside; otherwise the nearest integer to what the narrower of the two says. With nothing accepted it is
     drafted / K, the fewest rounds that can have drafted that many; so it is if the printed mean is 1.00 and tells no number.
     """
     k = (~np.isnan(survival)).sum(1)
@@ -33,7 +33,7 @@ def rounds(accepted: np.ndarray, drafted: np.ndarray, extra: np.ndarray, surviva
         high = np.fmin(accepted / np.maximum(extra - 0.00501, 0), accepted / np.maximum(total - slack - 1e-6, 0))
         full = np.where(k > 0, drafted / k, np.nan)
         whole = (full == np.rint(full)) & (full >= low) & (full <= high)
-        guess = accepted / extra
+        guess = accepted / np.where((k > 0) & (slack < 0.005), total, extra)
         inside = np.where(low <= high, np.clip(guess, np.ceil(low), np.maximum(np.floor(high), np.ceil(low))), guess)
         n = np.where(accepted == 0, full, np.where(whole, full, inside))
     n = np.where(np.isfinite(n) | np.isnan(extra), n, full)
@@ -44,8 +44,9 @@ def rounds(accepted: np.ndarray, drafted: np.ndarray, extra: np.ndarray, surviva
 def survivors(survival: np.ndarray, drafts: np.ndarray, accepted: np.ndarray, half_rate: float) -> np.ndarray:
     """accepted_j [N, K] as float64 integers (NaN where unknown) from printed survival_j = accepted_j / drafts.
 
-    drafts * survival_j is rounded to integers that sum to `accepted` if the two agree within half a printed digit per
-    position (largest remainders get the missing units), and each to the nearest integer if they do not. Rates that rise from one
+    drafts * survival_j is rounded to the nearest integer, which is exact below 1000 rounds in three decimals. Where the integers
+    do not sum to `accepted` although the rates agree with it within half a printed digit per position, they are scaled to it and
+    rounded so that they do (largest remainders get the missing units). Rates that rise from one
     position to the next, or exceed 1, are no survival: such a row has no positions.
     """
     padded = np.nan_to_num(survival, nan=0.0)
@@ -54,9 +55,12 @@ def survivors(survival: np.ndarray, drafts: np.ndarray, accepted: np.ndarray, ha
     real = survival * drafts[:, None]
     k = (~np.isnan(real)).sum(1)
     total = np.nansum(real, 1)
-    agrees = (np.abs(total - accepted) <= k * half_rate * drafts + 1e-6) & (k > 0)
+    one = np.nansum(survival, 1)  # drafts is an integer itself
+    agrees = (np.abs(total - accepted) <= k * half_rate * drafts + one + 1e-6) & (k > 0)
     with np.errstate(divide="ignore", invalid="ignore"):
         scale = np.where(agrees & (total > 0), accepted / total, 1.0)
+    nearest = np.minimum(np.rint(real), drafts[:, None])
+    agrees &= np.nansum(nearest, 1) != accepted
     real = np.minimum(real * scale[:, None], drafts[:, None])
     floor = np.floor(real + 1e-9)
     missing = np.where(agrees, accepted - np.nansum(floor, 1), 0)
@@ -64,7 +68,7 @@ def survivors(survival: np.ndarray, drafts: np.ndarray, accepted: np.ndarray, ha
     rank = np.empty_like(order)
     np.put_along_axis(rank, order, np.broadcast_to(np.arange(order.shape[1]), order.shape).copy(), axis=1)
     exact = np.minimum(floor + ((rank < missing[:, None]) & ~np.isnan(real)), drafts[:, None])
-    return np.where(agrees[:, None], exact, np.minimum(np.rint(real), drafts[:, None]))
+    return np.where(agrees[:, None], exact, nearest)
 
 
 def histogram_survivors(histogram: list[int]) -> list[int]:

@@ -137,8 +137,8 @@ def _scrape_steps(scrapes: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
                     f"the same _created time: give the earlier scrape first"
                 )
             notes.append(
-                f"{after['source']} line {after['line']}: counters were reset since {before['source']} line {before['line']} (or the scrapes "
-                "are in the wrong order); what was counted in between is lost"
+                f"{after['source']} line {after['line']}: counters were reset since {before['source']} line {before['line']} (or the "
+                "scrapes are in the wrong order); what was counted in between is lost"
             )
         step = rows.iloc[1:].copy()
         for name, column in zip(columns, np.where(fell[:, None], values[1:], change).T, strict=True):

@@ -32,7 +32,7 @@ _COLOUR = re.compile(rb"\x1b\[[0-9;]*[A-Za-z]")
 MARKERS = (b"ccept", b"spec_", b"aux", b"iffusion", b"SIMULATE_ACC", b"synthetic", b"ulative Decoding", b"MTP Stats")
 _LOOKS = re.compile(
     rb"(?i)accept(?:ance|ed)?[ _]?(?:rate|len)|accepted?[^\n]{0,40}draft|draft[^\n]{0,40}accept|spec\w*[ _]?decod\w*[ _]metrics|MTP stats"
-    rb"|spec_decode_num|spec_accept|aux hidden capture|acceptance report"
+    rb"|spec_decode_num|spec_accept|spec_verify_ct|aux hidden capture|acceptance report"
 )
 _SIMULATED = re.compile(
     rb"""(?<!unset )SGLANG_SIMULATE_ACC_LEN['"]?\s*[=:]\s*['"]?(\d+(?:\.\d+)?)|rejection_sample_method['"]?\s*[=:]\s*['"]?synthetic"""
@@ -115,7 +115,8 @@ class LogReport:
         t = self.totals or Totals("", "", [], 0)
         return {
             "mean_emitted": t.mean_emitted, "interval": [t.low, t.high], "survival": t.survival, "drafts": t.drafts, "accepted": t.accepted,
-            "drafted": t.drafted, "emitted": t.emitted, "estimated": t.estimated, "estimated_drafts": t.estimated_drafts, "engine": t.engine or None, "format": t.format or None,
+            "drafted": t.drafted, "emitted": t.emitted, "estimated": t.estimated,
+            "estimated_drafts": t.estimated_drafts, "engine": t.engine or None, "format": t.format or None,
             "mode": self.mode, "aux": [asdict(a) for a in self.aux],
             "diagnosis": self.diagnosis.as_dict(), "also": [d.as_dict() for d in self.diagnoses[1:]], "finding": self.finding,
             "recognised": self.recognised, "records": len(self.records),
