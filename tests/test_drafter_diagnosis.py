@@ -1,6 +1,7 @@
 """What summed acceptance is said to mean: each fault and its neighbour that is none, with the figures that decide."""
 
 import json
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -24,16 +25,16 @@ def line(survival, drafts=1000, stamp="05-01 14:24:50"):
     reached = [round(s * drafts) for s in survival]
     accepted, k = sum(reached), len(reached)
     return (
-        f"(APIServer pid=1) INFO {stamp} [metrics.py:101] SpecDecoding metrics: Mean acceptance length: {1 + accepted / drafts:.2f}, Accepted: "
-        f"{accepted} tokens, Drafted: {k * drafts} tokens, Per-position acceptance rate: {', '.join(f'{n / drafts:.3f}' for n in reached)}, "
-        f"Avg Draft acceptance rate: {accepted / k / drafts:.1%}\n"
+        f"(APIServer pid=1) INFO {stamp} [metrics.py:101] SpecDecoding metrics: Mean acceptance length: {1 + accepted / drafts:.2f}, "
+        f"Accepted: {accepted} tokens, Drafted: {k * drafts} tokens, Per-position acceptance rate: "
+        f"{', '.join(f'{n / drafts:.3f}' for n in reached)}, Avg Draft acceptance rate: {accepted / k / drafts:.1%}\n"
     )
 
 
 def response(survival, drafts, tokens, name):
     """A response body with metrics per request."""
     reached = [drafts, *(round(s * drafts) for s in survival), 0]
-    histogram = [int(a - b) for a, b in zip(reached, reached[1:], strict=False)]
+    histogram = [int(a - b) for a, b in pairwise(reached)]
     accepted = sum(reached[1:])
     metrics = {"num_spec_steps": drafts, "num_accepted_draft_tokens": accepted, "num_draft_tokens": drafts * len(survival),
                "acceptance_histogram": histogram, "mean_acceptance_length": 1 + accepted / drafts}  # fmt: skip
@@ -96,8 +97,9 @@ def test_few_rounds_are_never_judged():
 
 
 def test_a_small_sample_that_only_looks_collapsed_is_undecided():
-    """0.50 in 120 rounds reaches up to 0.59, above what a wrong stream gave."""
-    assert first(line((0.50, 0.30), 120)).kind == "undecided"
+    """0.60 in 120 rounds reaches up to 0.68; in 2000 it does not."""
+    assert first(line((0.60, 0.30), 120)).kind == "undecided"
+    assert first(line((0.60, 0.30), 2000)).kind == "collapse at position 0"
 
 
 def test_long_requests_at_one_point_zero_are_a_long_context_cliff():
@@ -115,20 +117,16 @@ def test_a_mild_fall_with_length_as_published_at_1m_is_none():
 
 
 def test_a_fall_along_a_log_is_named_by_its_line_and_time():
-    text = "".join(line(RIGHT, 400, f"05-01 14:0{i}:00") for i in range(5)) + "".join(
-        line((0.01,) * 7, 400, f"05-01 15:0{i}:00") for i in range(5)
-    )
-    said = first(text)
+    before = [line(RIGHT, 400, f"05-01 14:0{i}:00") for i in range(5)]
+    said = first("".join(before + [line((0.01,) * 7, 400, f"05-01 15:0{i}:00") for i in range(5)]))
     assert (said.kind, said.evidence["line"]) == ("cliff in time", 6)
     assert "15:00:00" in said.text
 
 
 def test_sglang_lines_know_the_length_of_their_requests():
     decode = "[2026-05-27 20:{:02}:00 TP0] Decode batch, #running-req: 4, #token: {}, accept len: {}, accept rate: 0.4, cuda graph: True\n"
-    text = "".join(decode.format(i, 4000 + i, 4.4) for i in range(20)) + "".join(
-        decode.format(30 + i, 400_000 + i, 1.02) for i in range(20)
-    )
-    said = first(text)
+    short = [decode.format(i, 4000 + i, 4.4) for i in range(20)]
+    said = first("".join(short + [decode.format(30 + i, 400_000 + i, 1.02) for i in range(20)]))
     assert said.kind == "long-context cliff"
     assert said.evidence["tokens"] == 100_000
 
@@ -151,6 +149,14 @@ def test_rates_that_do_not_add_up_to_the_mean_are_inconsistent():
 def test_a_collapse_names_the_stream_that_the_log_states():
     aux = "INFO Kimi-K3 aux hidden capture: layers=(2, 23) mode=prefix_only (VLLM_KIMI_K3_AUX_ATTN_RES_STREAM=0)\n"
     assert "prefix stream" in first(aux + line(WRONG, 5000)).text
+
+
+def test_lines_that_differ_widen_the_interval_of_position_0():
+    """Half of the lines at 0.3, half at 0.9: rounds on their own would know 0.60 to 0.01, and call it a collapse."""
+    said = first("".join(line((0.3,), 500) + line((0.9,), 500) for _ in range(8)))
+    assert said.kind == "undecided"
+    low, high = said.evidence["position_0"]
+    assert high - low > 0.2
 
 
 def test_the_interval_covers_the_mean_of_correlated_lines():

@@ -100,7 +100,7 @@ def _evidence(t: Totals, **more: object) -> dict:
 def _too_few(t: Totals) -> Diagnosis:
     at_0 = ""
     if t.survival:
-        low, high = wilson(t.accepted_at[0], t.drafts_at[0])
+        low, high = wilson(t.accepted_at[0], t.drafts_at[0], t.design_effect)
         at_0 = f"; position 0: {t.survival[0]:.2f}, 95% interval {low:.2f} to {high:.2f}"
     return Diagnosis("too few drafts", False, f"Too few rounds to say: {_mean(t)}{at_0}. {ENOUGH_ROUNDS} rounds give position 0 to 0.10.",
                      _evidence(t))  # fmt: skip
@@ -121,7 +121,7 @@ def _start(t: Totals, mode: str | None) -> Diagnosis:
     """The first position: collapse, in between, or normal. Without positions it is bounded, (mean - 1) / k <= survival_0 <= mean - 1."""
     extra = t.mean_emitted - 1
     if t.survival:
-        low, high = wilson(t.accepted_at[0], t.drafts_at[0])
+        low, high = wilson(t.accepted_at[0], t.drafts_at[0], t.design_effect)
         seen, least, most = (
             f"position 0 is accepted in {t.survival[0]:.1%} of rounds ({low:.1%} to {high:.1%})",
             t.survival[0],
@@ -157,7 +157,7 @@ def _decay(t: Totals) -> Diagnosis | None:
     if t.drafted is not None and t.drafted < 0.99 * t.drafts * len(t.accepted_at):
         return None  # rounds of different lengths: a later position is lower because it was not always drafted
     reached, kept = sum(t.accepted_at[:-1]), sum(t.accepted_at[1:])
-    low, high = wilson(kept, reached)
+    low, high = wilson(kept, reached, t.design_effect)
     ratio = (kept / reached) / t.survival[0]
     if reached < ENOUGH_ROUNDS or high / t.survival[0] >= FAST_DECAY:
         return None
@@ -247,10 +247,11 @@ def best_split(drafts: np.ndarray, emitted: np.ndarray) -> tuple[int, float, flo
     return int(np.flatnonzero(fits)[best]) + 1, float(before[best]), float(after[best])
 
 
-def wilson(hits: int, n: int) -> tuple[float, float]:
-    """95% interval of a proportion (Wilson's score interval), for rounds on their own."""
+def wilson(hits: int, n: int, design_effect: float = 1.0) -> tuple[float, float]:
+    """95% interval of hits / n (Wilson's score interval) from n / design_effect independent rounds."""
     if n == 0:
         return 0.0, 1.0
-    p, w = hits / n, Z**2 / n
+    p, n = hits / n, n / design_effect
+    w = Z**2 / n
     middle, half = (p + w / 2) / (1 + w), Z * (p * (1 - p) / n + w / (4 * n)) ** 0.5 / (1 + w)
     return max(0.0, middle - half), min(1.0, middle + half)

@@ -21,6 +21,7 @@ class Totals:
     drafted, accepted without and emitted with the bonus tokens; accepted_at[j] of drafts_at[j] rounds accepted the draft at 0-based
     position j and all before it. estimated: no counts were printed; mean_emitted is then the printed means weighted by the requests that
     ran, and estimated_drafts the rounds that this stands for at SGLang's default of 40 steps a line. low, high: 95% interval of the mean.
+    design_effect: its variance over that of rounds on their own, 1 or more; so many rounds say as much as one.
     """
 
     engine: str
@@ -39,6 +40,7 @@ class Totals:
     high: float | None = None
     estimated: bool = False
     estimated_drafts: int | None = None
+    design_effect: float = 1.0
 
     @property
     def rounds(self) -> int:
@@ -202,5 +204,7 @@ def _interval(t: Totals, drafts: np.ndarray, emitted: np.ndarray) -> tuple[float
         squares.append(max(0.0, extra * (t.k - extra)) / t.rounds)
     if not squares:
         return None, None
+    if len(squares) == 2 and squares[1] > 0:
+        t.design_effect = max(squares) / squares[1]
     half = Z * max(squares) ** 0.5
     return max(1.0, mean - half) if mean >= 1 else mean - half, mean + half
