@@ -154,13 +154,13 @@ def compare(bandwidth: float) -> list[dict]:
     return rows
 
 
-def sweep(forms: tuple[str, ...]) -> Iterator[dict]:
+def sweep() -> Iterator[dict]:
     """Graph milliseconds of every configuration; those that do not fit the device are left out."""
     from triton.runtime.errors import OutOfResources
 
     from k3lab.attn_res.triton_attn_res import CONFIGS, default_config
 
-    for form in forms:
+    for form in FORMS:
         for tokens in TOKENS:
             xs = copies(tokens, form)
             default = default_config(tokens, HIDDEN, 2, BLOCKS)
@@ -205,20 +205,25 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("no CUDA or ROCm device is visible")
     print(" · ".join(f"{k} {v}" for k, v in provenance().items()))
+    command = f"python bench/attn_res.py{' --sweep' if args.sweep else ''}" + (f" --out {args.out.name}" if args.out else "")
     with torch.no_grad():
         result = {"provenance": provenance(), "accuracy": accuracy()}
         bandwidth = copy_bandwidth()
         result |= {"copy_bandwidth_GB_s": bandwidth / 1e9, "times": compare(bandwidth)}
+        write(args.out, result, command)  # a sweep is long, and may be cut short
         if args.sweep:
-            result["configs"] = list(sweep(FORMS))
+            result["configs"] = list(sweep())
             for row in sorted(result["configs"], key=lambda r: (r["form"], r["tokens"], r["graph_ms"])):
                 print(row)
-    if args.out:
-        partial = args.out.with_name(args.out.name + ".partial")
+            write(args.out, result, command)
+
+
+def write(out: Path | None, result: dict, command: str) -> None:
+    if out:
+        partial = out.with_name(out.name + ".partial")
         partial.write_text(json.dumps(result, indent=1) + "\n")
-        os.replace(partial, args.out)
-        command = f"python bench/attn_res.py{' --sweep' if args.sweep else ''} --out {args.out.name}"
-        args.out.with_suffix(".md").write_text(card(args.out.name, result, command))
+        os.replace(partial, out)
+        out.with_suffix(".md").write_text(card(out.name, result, command))
 
 
 if __name__ == "__main__":

@@ -231,6 +231,7 @@ BAD = {
     "no weights": ({"score_proj": None}, "weights"),
     "weight size": ({"score_norm": torch.ones(7)}, "score_norm: shape"),
     "output norm size": ({"output_norm": torch.ones(9)}, "output_norm: shape"),
+    "device": ({"score_norm": torch.ones(8, device="meta")}, "score_norm: is on meta"),
     "impl": ({"impl": "cuda"}, "impl: 'cuda'"),
 }
 

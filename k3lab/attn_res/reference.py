@@ -36,7 +36,7 @@ def check(
     prefix: Tensor, score_norm: Tensor | None, score_proj: Tensor | None, bank: Tensor | None, pending: Tensor | None,
     num_blocks: int | None, output_norm: Tensor | None, commit: bool,
 ) -> int:  # fmt: skip
-    """The number of valid blocks. Looks at shapes and dtypes alone, so it never waits for a device. Raises BadInput."""
+    """The number of valid blocks. Looks at shapes, dtypes and devices alone, so it never waits for a device. Raises BadInput."""
     if prefix.dim() != 2 or not prefix.is_floating_point():
         raise BadInput(f"prefix: shape {list(prefix.shape)} dtype {prefix.dtype}, expected [T, hidden] of a floating type")
     shape, dtype = prefix.shape, prefix.dtype
@@ -59,6 +59,15 @@ def check(
     for name, w in (("score_norm", score_norm), ("score_proj", score_proj), ("output_norm", output_norm)):
         if w is not None and (w.shape != shape[1:] or not w.is_floating_point()):
             raise BadInput(f"{name}: shape {list(w.shape)} dtype {w.dtype}, expected [{shape[1]}] of a floating type")
+    for name, x in (
+        ("bank", bank),
+        ("pending", pending),
+        ("score_norm", score_norm),
+        ("score_proj", score_proj),
+        ("output_norm", output_norm),
+    ):
+        if x is not None and x.device != prefix.device:
+            raise BadInput(f"{name}: is on {x.device}, prefix on {prefix.device}; move them to one")
     return n
 
 

@@ -27,7 +27,7 @@ CONFIGS = [
     for w in (4, 8, 16)
     for s in stages
 ]
-FEW = 512  # tokens; up to about this many leave a device idle, and the latency of one program is what counts
+FEW = 132  # tokens; about the multiprocessors of a device: up to here a program has one to itself, and its latency is what counts
 SHARED_BYTES = 160_000 if torch.version.hip is None else 64_000  # what the tiles in flight may take of a multiprocessor's shared memory
 
 
@@ -126,9 +126,8 @@ def attn_res_triton(
     """
     n = check(prefix, score_norm, score_proj, bank, pending, num_blocks, output_norm, commit)
     if is_interpreted(attn_res_fwd_kernel) or not prefix.is_cuda:
-        check_launch(
-            attn_res_fwd_kernel, {"prefix": prefix, "pending": pending, "bank": bank, "score_norm": score_norm, "score_proj": score_proj}
-        )
+        given = {"prefix": prefix, "pending": pending, "bank": bank, "score_norm": score_norm, "score_proj": score_proj}
+        check_launch(attn_res_fwd_kernel, given | {"output_norm": output_norm})
     T, D = prefix.shape
     prefix = prefix.contiguous()
     if bank is None:
@@ -141,7 +140,7 @@ def attn_res_triton(
         score_norm = score_proj = prefix  # never read
     o = empty(prefix)
     new_prefix = prefix if pending is None else empty(prefix)
-    weights = empty(prefix[:, :1].expand(T, n + 1), dtype=torch.float32, memory_format=torch.contiguous_format) if return_weights else None
+    weights = empty(prefix.new_empty(T, n + 1, dtype=torch.float32)) if return_weights else None
     if T:
         c = config or _config(T <= FEW, D, prefix.element_size(), n)
         attn_res_fwd_kernel[(T,)](

@@ -401,6 +401,6 @@ def _metadata(c: Capture) -> Iterator[Finding]:
         q = c.tensors.get("q")
         if q is not None and "dtype" in meta and str(q.dtype) != f"torch.{meta['dtype']}":
             yield Finding("warning", "metadata dtype", "", f"is {meta['dtype']}, q is {q.dtype}", "was the capture recast after recording?")
-    unknown = [key for key in PROVENANCE if meta.get(key) in (None, "", -1)]
+    unknown = [key for key in PROVENANCE if meta.get(key) in (None, "", -1) and not (key == "layer" and "layers" in meta)]
     if unknown:
         yield Finding("note", "metadata", "", f"unknown origin: {', '.join(unknown)}", "add what you know, before the capture travels")
