@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ipywidgets import VBox, Widget
 
 Draw = Callable[..., tuple[Figure, pd.DataFrame]]
-PANEL_DPI = 130  # a redraw of a panel is waited for; figures.DPI is for what is kept
+PANEL_DPI = 120  # a redraw of a panel is waited for; figures.DPI is for what is kept
 
 
 def live() -> bool:
@@ -94,36 +94,37 @@ def panel(
     def values() -> dict[str, Any]:
         return {key: control.value for key, control in controls.items()}
 
-    def show(error: bool, text: str) -> None:
-        color = "#b00020" if error else "#333333"
-        message.value = f'<div role="{"alert" if error else "status"}" style="color:{color};line-height:1.4">{html.escape(text)}</div>'
-
     def attempt(action: Callable[[], str]) -> bool:
+        """Show what the action says, or in red why it failed: a traceback in a server's log helps nobody who looks at the panel."""
         try:
-            show(False, action())
+            role, color, text = "status", "#333333", action()
         except K3labError as error:
-            show(True, str(error))
-        except Exception as error:  # a traceback in the log of a server helps nobody who looks at the panel
-            show(True, f"{type(error).__name__}: {error} (not an error of the input that k3lab knows; values: {values()})")
-        else:
-            return True
-        return False
+            role, color, text = "alert", "#b00020", str(error)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error} (not an error of the input that k3lab knows; values: {values()})"
+            role, color = "alert", "#b00020"
+        message.value = f'<div role="{role}" style="color:{color};line-height:1.4">{html.escape(text)}</div>'
+        return role == "status"
+
+    def draw_now() -> str:
+        if adapt:
+            adapt(controls)
+        picture.value = image(draw(**values())[0])
+        return ""
 
     def redraw(_change: object = None) -> None:
         nonlocal adapting
-        if adapting:
+        if adapting:  # a control that adapt moved
             return
         adapting = True
-        try:
-            drawn = attempt(lambda: _draw(draw, controls, adapt, picture))
-        finally:
-            adapting = False
-        if not drawn:
+        button.disabled = not attempt(draw_now)
+        adapting = False
+        if button.disabled:
             picture.value = ""
-        button.disabled = not drawn
 
     def save(_button: object) -> None:
-        attempt(lambda: "written: " + ", ".join(map(str, _export(draw, values(), name, again))))
+        again_with = again + ", ".join(f"{key}={value!r}" for key, value in values().items()) + ")"
+        attempt(lambda: "written: " + ", ".join(map(str, figures.export(*draw(**values()), name, reproduce=again_with))))
 
     for control in controls.values():
         control.observe(redraw, "value")
@@ -133,25 +134,11 @@ def panel(
     return w.VBox([box, message, picture, button]).add_class("k3lab-panel")
 
 
-def _draw(draw: Draw, controls: Mapping[str, "Widget"], adapt: Callable | None, picture: "Widget") -> str:
-    if adapt:
-        adapt(controls)
-    fig, _ = draw(**{key: control.value for key, control in controls.items()})
-    picture.value = _img(fig)
-    return ""
-
-
-def _export(draw: Draw, values: Mapping[str, Any], name: str, again: str) -> list:
-    fig, frame = draw(**values)
-    shown = ", ".join(f"{key}={value!r}" for key, value in values.items())
-    return figures.export(fig, frame, name, reproduce=f"{again}{shown})")
-
-
-def _img(fig: Figure) -> str:
+def image(fig: Figure) -> str:
     """The figure as an <img> with its finding and subtitle as alternative text."""
     buffer = io.BytesIO()
     with matplotlib.rc_context(figures.RC):
-        fig.savefig(buffer, format="png", dpi=PANEL_DPI)
+        fig.savefig(buffer, format="png", dpi=PANEL_DPI, pil_kwargs={"compress_level": 1})
     alt = ". ".join(" ".join(t.get_text().split()) for t in fig.texts if t.get_gid() in ("finding", "ran"))
     data = base64.b64encode(buffer.getvalue()).decode()
     width = round(100 * fig.get_figwidth())

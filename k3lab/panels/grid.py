@@ -15,8 +15,8 @@ class Grid(w.GridBox):
     value = traitlets.Any()
 
     def __init__(self, labels: Mapping[Hashable, str], columns: int):
-        self.buttons = {key: w.Button(description=label, layout=w.Layout(width="6.5em")) for key, label in labels.items()}
-        layout = w.Layout(grid_template_columns=f"repeat({columns}, 7em)", grid_gap="0")
+        self.buttons = {key: w.Button(description=label, layout=w.Layout(width="8em")) for key, label in labels.items()}
+        layout = w.Layout(grid_template_columns=f"repeat({columns}, 8.5em)", grid_gap="0")
         super().__init__(list(self.buttons.values()), layout=layout)
         for key, button in self.buttons.items():
             button.on_click(lambda _, key=key: self.set_trait("value", key))

@@ -38,7 +38,7 @@ TENSORS = {t: "input" for t in ("q", "k", "v", "raw_g")} | {t: s for s in stages
 EVERYWHERE = ("q", "k", "v", "raw_g", "o", "final_state")  # the others are of the chunk kernel alone
 ZOOMS = ("whole", "first", "selected")
 BATCHES = ("made", "captured")
-NEAR = (12, 8)  # rows and channels around the first value that is not finite; few enough to print the values
+NEAR = (10, 6)  # rows and channels around the first value that is not finite; few enough to print the values
 PIXELS = 600  # rows and channels of a map that are drawn; more share pixels
 MOST_DECODES, LONGEST = 128, 512
 
@@ -307,47 +307,47 @@ def _print_values(ax: Axes, m: Map, window: tuple) -> None:
 def show(call: KdaCall, name: str, shown: Sequence[Mapping[str, Any]]) -> None:
     """Pictures for the values in shown, and in a live session a panel; the file name of the capture is in every subtitle."""
     explore(
-        partial(draw, call, name), shown, partial(_controls, call, dict(shown[0])), "01_panel", partial(_adapt, call),
+        partial(draw, call, name), shown, partial(controls, call, dict(shown[0])), "01_panel", partial(adapt, call),
         "k3lab.panels.nan_panel.draw(call, ",
     )  # fmt: skip
 
 
-def _controls(call: KdaCall, start: Mapping[str, Any]) -> dict[str, "Widget"]:
+def controls(call: KdaCall, start: Mapping[str, Any]) -> dict[str, "Widget"]:
+    """The widgets, at the values of start where it has them."""
     import ipywidgets as w
 
-    wide = {"style": {"description_width": "6em"}, "layout": w.Layout(width="25em")}
+    wide = {"style": {"description_width": "7em"}, "layout": w.Layout(width="25em")}
     slider = {"continuous_update": False, **wide}
     tensors = [(f"{stage}: {tensor}", tensor) for tensor, stage in TENSORS.items()]
-    heads = call.q.shape[1]
-    controls = {
-        "batch": w.ToggleButtons(options=[("cut from the capture", "made"), ("as captured", "captured")], description="batch", **wide),
-        "decodes": w.IntSlider(5, 0, MOST_DECODES, description="decodes", **slider),
-        "prefill": w.IntSlider(200, 0, LONGEST, description="prefill length", **slider),
+    batches = [("cut from the capture", "made"), ("as captured", "captured")]
+    zooms = [("whole tensor", "whole"), ("around the first not finite", "first"), ("rows and channels below", "selected")]
+    out = {
+        "batch": w.Dropdown(options=batches, description="batch", **wide),
+        "decodes": w.IntSlider(value=5, min=0, max=MOST_DECODES, description="decodes", **slider),
+        "prefill": w.IntSlider(value=200, min=0, max=LONGEST, description="prefill length", **slider),
         "route": w.Dropdown(options=ROUTES, description="route", **wide),
         "padding": w.Dropdown(options=stages.PADDINGS, value="nan", description="padding", **wide),
         "tensor": w.Dropdown(options=tensors, value="u", description="stage", **wide),
-        "head": w.IntSlider(0, 0, heads - 1, description="head", **slider),
-        "zoom": w.ToggleButtons(
-            options=[("whole", "whole"), ("first not finite", "first"), ("rows and channels", "selected")], description="zoom", **wide
-        ),
-        "rows": w.IntRangeSlider((0, 1), min=0, max=1, description="rows", **slider),
-        "channels": w.IntRangeSlider((0, 1), min=0, max=1, description="channels", **slider),
+        "head": w.IntSlider(value=0, min=0, max=call.q.shape[1] - 1, description="head", **slider),
+        "zoom": w.Dropdown(options=zooms, description="zoom", **wide),
+        "rows": w.IntRangeSlider(value=(0, 1), min=0, max=1, description="rows", **slider),
+        "channels": w.IntRangeSlider(value=(0, 1), min=0, max=1, description="channels", **slider),
     }
     for key, value in start.items():
-        controls[key].value = value
-    return controls
+        out[key].value = value
+    return out
 
 
-def _adapt(call: KdaCall, controls: Mapping[str, "Widget"]) -> None:
-    """Fit the window sliders to the map that is chosen, and switch off what the other controls make void."""
-    v = {key: control.value for key, control in controls.items()}
+def adapt(call: KdaCall, widgets: Mapping[str, "Widget"]) -> None:
+    """Fit the window sliders to the map that is chosen, and switch off what the others make void."""
+    v = {key: control.value for key, control in widgets.items()}
     for key in ("decodes", "prefill"):
-        controls[key].disabled = v["batch"] == "captured"
+        widgets[key].disabled = v["batch"] == "captured"
     for key in ("rows", "channels"):
-        controls[key].disabled = v["zoom"] != "selected"
+        widgets[key].disabled = v["zoom"] != "selected"
     m = _map(call, v["batch"], v["decodes"], v["prefill"], v["route"], v["padding"], v["head"], v["tensor"])
     for key, size in zip(("rows", "channels"), m.codes.shape, strict=True):
-        lo, hi = controls[key].value
+        lo, hi = widgets[key].value
         fits = hi < size and v["zoom"] == "selected"
-        controls[key].max = size - 1
-        controls[key].value = (lo, hi) if fits else (0, size - 1)
+        widgets[key].max = size - 1
+        widgets[key].value = (lo, hi) if fits else (0, size - 1)

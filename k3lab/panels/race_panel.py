@@ -131,12 +131,13 @@ def _letter(row: dict | None) -> str:
 def show(cells: Cells, shown: Sequence[Mapping[str, Any]]) -> None:
     """Pictures for the cells in shown, and in a live session a panel in which a click on the grid chooses the cell."""
     explore(
-        partial(draw, cells), shown, partial(_controls, cells, dict(shown[0])), "02_panel", partial(_adapt, cells),
+        partial(draw, cells), shown, partial(controls, cells, dict(shown[0])), "02_panel", partial(adapt, cells),
         "k3lab.panels.race_panel.draw(cells, ",
     )  # fmt: skip
 
 
-def _controls(cells: Cells, start: Mapping[str, Any]) -> dict[str, "Widget"]:
+def controls(cells: Cells, start: Mapping[str, Any]) -> dict[str, "Widget"]:
+    """The widgets, at the values of start where it has them."""
     import ipywidgets as w
 
     from k3lab.panels.grid import Grid
@@ -146,7 +147,7 @@ def _controls(cells: Cells, start: Mapping[str, Any]) -> dict[str, "Widget"]:
         return w.Dropdown(options=options, description=text, style={"description_width": "7em"}, layout=w.Layout(width="17em"))
 
     configs = sorted({key[4] for key in cells})
-    controls = {
+    out = {
         "triton": dropdown(0, "Triton"),
         "pointer_range": dropdown(1, "pointer_range"),
         "padding": dropdown(2, "masked rows"),
@@ -154,14 +155,14 @@ def _controls(cells: Cells, start: Mapping[str, Any]) -> dict[str, "Widget"]:
         "config": Grid({c: f"w{c[0]}s{c[1]}" for c in configs}, columns=len({s for _, s in configs})),
     }
     for key, value in start.items():
-        controls[key].value = value
-    return controls
+        out[key].value = value
+    return out
 
 
-def _adapt(cells: Cells, controls: Mapping[str, "Widget"]) -> None:
-    """Colour the grid's buttons by the verdicts that the other controls choose."""
-    chosen = tuple(controls[key].value for key in ("triton", "pointer_range", "padding", "given"))
-    for config, button in controls["config"].buttons.items():
+def adapt(cells: Cells, widgets: Mapping[str, "Widget"]) -> None:
+    """Colour the grid's buttons by the verdicts that the others choose."""
+    chosen = tuple(widgets[key].value for key in ("triton", "pointer_range", "padding", "given"))
+    for config, button in widgets["config"].buttons.items():
         row = cells.get((*chosen, config))
         button.style.button_color = race_figures.COLOR[row["verdict"] if row else "error"]
         button.style.text_color = "white" if row and row["verdict"] == "race" else "black"

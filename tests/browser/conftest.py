@@ -23,6 +23,9 @@ FLAGS = (
     "--disable-background-networking", "--disable-component-update", "--disable-sync", "--window-size=1500,1700",
 )  # fmt: skip
 HINT = "install it with .ci/browser (Debian, Ubuntu), or Chromium and the ChromeDriver of its version by hand, both on PATH"
+END_KERNELS = (
+    "const done = arguments[0]; window.jupyterapp ? window.jupyterapp.serviceManager.sessions.shutdownAll().then(done, done) : done()"
+)
 START = 60  # seconds for a server to write its address
 
 
@@ -53,7 +56,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     _settings(top / "settings")
     token = secrets.token_hex(16)
     env = {k: v for k, v in os.environ.items() if not k.startswith(("JUPYTER", "K3LAB_"))}
-    env |= {f"JUPYTER_{k}_DIR": str(top / k.lower()) for k in ("CONFIG", "DATA", "RUNTIME")}
+    env |= {f"JUPYTER_{k}_DIR": str(top / "jupyter" / k.lower()) for k in ("CONFIG", "DATA", "RUNTIME")}
     env |= {"JUPYTERLAB_SETTINGS_DIR": str(top / "settings"), "JUPYTERLAB_WORKSPACES_DIR": str(top / "workspaces")}
     env |= {"JUPYTER_PREFER_ENV_PATH": "1", "JUPYTER_TOKEN": token, "IPYTHONDIR": str(top / "ipython"), "K3LAB_OUT": str(top / "out")}
     command = [
@@ -63,7 +66,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with open(top / "server.log", "w") as log:
         server = subprocess.Popen(command, env=env, cwd=top, stdout=log, stderr=log)
     try:
-        yield f"{_address(top / 'runtime', server, top / 'server.log')}lab/tree/{{}}?token={token}"
+        yield f"{_address(top / 'jupyter' / 'runtime', server, top / 'server.log')}lab/tree/{{}}?reset&token={token}"
     finally:
         server.send_signal(signal.SIGTERM)  # it ends its kernels first
         try:
@@ -100,4 +103,5 @@ def browser(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[webdrive
     yield chrome
     SHOTS.mkdir(parents=True, exist_ok=True)
     chrome.save_screenshot(str(SHOTS / f"{request.node.callspec.id}.png"))  # after a failure, too
+    chrome.execute_async_script(END_KERNELS)  # the next notebook has the memory for itself
     chrome.quit()
