@@ -56,17 +56,13 @@ def check(
         raise BadInput(f"num_blocks: {n}, but the bank holds {held} blocks; it must hold the valid ones{more}")
     if n and (score_norm is None or score_proj is None):
         raise BadInput(f"score_norm, score_proj: missing; {n} blocks and the prefix cannot be weighed without the consumer's weights")
-    for name, w in (("score_norm", score_norm), ("score_proj", score_proj), ("output_norm", output_norm)):
-        if w is not None and (w.shape != shape[1:] or not w.is_floating_point()):
-            raise BadInput(f"{name}: shape {list(w.shape)} dtype {w.dtype}, expected [{shape[1]}] of a floating type")
-    for name, x in (
-        ("bank", bank),
-        ("pending", pending),
-        ("score_norm", score_norm),
-        ("score_proj", score_proj),
-        ("output_norm", output_norm),
-    ):
-        if x is not None and x.device != prefix.device:
+    given = {"bank": bank, "pending": pending, "score_norm": score_norm, "score_proj": score_proj, "output_norm": output_norm}
+    for name, x in given.items():
+        if x is None:
+            continue
+        if name not in ("bank", "pending") and (x.shape != shape[1:] or not x.is_floating_point()):
+            raise BadInput(f"{name}: shape {list(x.shape)} dtype {x.dtype}, expected [{shape[1]}] of a floating type")
+        if x.device != prefix.device:
             raise BadInput(f"{name}: is on {x.device}, prefix on {prefix.device}; move them to one")
     return n
 
