@@ -190,7 +190,10 @@ def test_a_bad_source_is_lost_for_its_token_alone(impl, device):
 @pytest.mark.parametrize("output_norm", [False, True])
 def test_agrees_with_fla(impl, output_norm, device):
     """fla-core's naive_attnres: other code, the same mixture and weights, blocks first and the prefix last."""
-    naive_attnres = pytest.importorskip("fla.ops.attnres.naive").naive_attnres
+    try:
+        from fla.ops.attnres.naive import naive_attnres
+    except (ImportError, ValueError) as e:  # fla-core 0.5.2 raises ValueError under Triton 3.9
+        pytest.skip(f"fla-core cannot be imported here: {e}")
     x = random_sources(5, 250, 4, output_norm=output_norm, seed=7, device=device)
     got = run(impl, x, return_weights=True)
     o, p = naive_attnres(x["score_proj"], [*x["bank"], got.prefix], x["score_norm"], x.get("output_norm"), x["eps"], return_weights=True)
