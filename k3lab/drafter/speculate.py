@@ -145,10 +145,12 @@ def _groups(prompts: Sequence[Tensor], seed: int, max_seqs: int) -> Iterator[lis
         yield [_Request(i, i - first + 1, len(prompts[i]), np.random.default_rng([seed, i])) for i in ids]
 
 
-def _prefill(target: TinyK3, group: list[_Request], prompts: Sequence[Tensor], room: int, collect: dict | None) -> tuple[Cache, Tensor]:
-    """A cache that holds every prompt of the group and has room for as many more tokens, and the logits [N, VOCAB] behind them."""
+def _prefill(
+    target: TinyK3, group: list[_Request], prompts: Sequence[Tensor], max_new: int, drafts: int, collect: dict | None
+) -> tuple[Cache, Tensor]:
+    """A cache that holds every prompt of the group and has room for what follows, and the logits [N, VOCAB] behind the prompts."""
     lengths = [r.prompt_length for r in group]
-    cache = target.new_cache(len(group) + 1, max(lengths) + room)
+    cache = target.new_cache(len(group) + 1, max(lengths) + max_new + drafts, token_rows=len(group) * (drafts + 1) if drafts else 0)
     batch = Batch(torch.cat([prompts[r.index].cpu().long() for r in group]), lengths, [r.slot for r in group], [0] * len(group))
     return cache, target.step(batch, cache, collect=collect)
 
@@ -188,7 +190,7 @@ def generate(
     _check(prompts, max_new, temperature, seed, max_seqs)
     done = []
     for group in _groups(prompts, seed, max_seqs):
-        cache, logits = _prefill(target, group, prompts, max_new, None)
+        cache, logits = _prefill(target, group, prompts, max_new, 0, None)
         live = _first_token(group, logits, temperature, stop, max_new)
         while live:
             tokens, n = torch.tensor([r.tokens[-1] for r in live]), len(live)
@@ -234,7 +236,7 @@ def speculate(
     bar = tqdm(total=len(prompts), desc=f"speculate {stream} {offset:+d}", file=sys.stderr, ascii=True, mininterval=5, disable=not progress)
     for group in _groups(prompts, seed, max_seqs):
         collect = new_collect()
-        cache, logits = _prefill(target, group, prompts, max_new + k, collect)
+        cache, logits = _prefill(target, group, prompts, max_new, k, collect)
         rows = drafter.context(features(collect, drafter.config.taps, stream, offset))  # [T, hidden]
         context = rows.new_zeros(len(group), cache.max_len, rows.shape[-1])
         for r, own in zip(group, rows.split([r.prompt_length for r in group]), strict=True):

@@ -85,7 +85,7 @@ class KdaCall:
         if self.initial_state is None:
             return self.q.new_zeros(n, h, vv, kk, dtype=torch.float32)
         s = self.initial_state if self.state_layout == "vk" else self.initial_state.transpose(-1, -2)
-        if self.has_initial_state is not None:
+        if self.has_initial_state is not None and not bool(self.has_initial_state.all()):
             # a select, not a product: a stale slot may hold NaN
             s = torch.where(self.has_initial_state.bool()[:, None, None, None], s, torch.zeros_like(s))
         return s.contiguous()

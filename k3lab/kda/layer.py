@@ -79,7 +79,7 @@ def plan(call: KdaCall, route: str) -> list[tuple[str, list[int]]]:
     return [(kernel, seqs) for kernel, seqs in (("recurrent", decode), ("chunk", chunk)) if seqs]
 
 
-def _launch(kernel: str, call: KdaCall, impl: str, padding: stages.Padding) -> dict[str, Tensor]:
+def _launch(kernel: str, call: KdaCall, impl: str, padding: stages.Padding, states: Tensor | None) -> dict[str, Tensor]:
     if impl == "reference":
         if isinstance(padding, Tensor) or not isinstance(padding, str) or padding != "zero":
             raise BadInput('impl "reference" has no tiles, so padding must be "zero"; use "torch" or "triton"')
@@ -88,19 +88,23 @@ def _launch(kernel: str, call: KdaCall, impl: str, padding: stages.Padding) -> d
             out = reference.recurrent_kda(call, token_states=True)
         return out
     if impl == "torch":
-        return stages.chunk_kda(call, padding) if kernel == "chunk" else recurrent.recurrent_kda(call)
+        return stages.chunk_kda(call, padding) if kernel == "chunk" else recurrent.recurrent_kda(call, states)
     # the interpreter switch is read when Triton kernels are defined, so they are imported only when asked for
     from k3lab.kda import triton_chunk, triton_recurrent
 
     return triton_chunk.chunk_kda(call, padding) if kernel == "chunk" else triton_recurrent.recurrent_kda(call)
 
 
-def kda_layer_step(call: KdaCall, route: str = "split", impl: str = "torch", padding: stages.Padding = "zero") -> StepResult:
+def kda_layer_step(
+    call: KdaCall, route: str = "split", impl: str = "torch", padding: stages.Padding = "zero", states: Tensor | None = None
+) -> StepResult:
     """Run one KDA layer step by a route, and stitch outputs and states back into batch order.
 
     impl      "reference" (float64), "torch" (any device) or "triton" (CUDA, ROCm, small shapes under the interpreter)
     padding   what masked rows of the chunk kernel's tiles are worth, see stages.chunk_kda; a bool tensor [N, H] over the
               sequences of this batch is allowed with impl="torch"
+    states    [T, H, V, K] in the dtype of final_state, memory for the result's states where impl is "torch" and every sequence
+              speculative; as large as all states times the rows of a sequence, so that a caller of many steps keeps it
     Raises BadInput for a malformed call, an unknown name, or a route that cannot apply.
     """
     if impl not in IMPLS:
@@ -110,20 +114,24 @@ def kda_layer_step(call: KdaCall, route: str = "split", impl: str = "torch", pad
     call.check()
     stages.check_padding(padding, call.num_sequences, call.q.shape[1])
     launches = []
-    o = final = states = None
+    memory, o, final, states = states, None, None, None
     for kernel, sequences in plan(call, route):
         whole = len(sequences) == call.num_sequences
         part, rows = (call, torch.arange(call.q.shape[0], device=call.q.device)) if whole else call.select(sequences)
         fill = padding[torch.tensor(sequences, device=padding.device)] if isinstance(padding, Tensor) else padding
-        out = _launch(kernel, part, impl, fill)
+        all_speculative = whole and call.spec_mask is not None and bool(call.spec_mask.all())
+        out = _launch(kernel, part, impl, fill, memory if all_speculative else None)
         launches.append(Launch(kernel, sequences, rows, part, out))
-        if o is None:
+        if whole:
+            o, final = out["o"], out["final_state"]
+        elif o is None:
             o = torch.zeros(*call.v.shape, dtype=out["o"].dtype, device=call.v.device)
             final = call.state_vk().to(out["final_state"].dtype, copy=True)  # state_vk may be the call's own tensor
-        o[rows] = out["o"]
-        final[torch.tensor(sequences, device=final.device)] = out["final_state"]
-        if "states" in out and whole and bool(part.spec_mask.all()):
-            states = out["states"]  # the largest tensor of the step: no copy where nothing has to be left out
+        if not whole:
+            o[rows] = out["o"]
+            final[torch.tensor(sequences, device=final.device)] = out["final_state"]
+        if all_speculative:
+            states = out["states"]
         elif "states" in out:
             states = torch.full((*o.shape, call.q.shape[-1]), float("nan"), dtype=final.dtype, device=o.device)
             states[rows] = out["states"]

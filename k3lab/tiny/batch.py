@@ -21,13 +21,15 @@ class Cache:
     """State by slot; slot 0 is the null slot, never written.
 
     conv [layers][slots, 3HK, width - 1], the last rows before the convolution, oldest first; recurrent [layers][slots, H, V, K];
-    keys, values [layers][slots, max_len, heads, dim]; a list holds None where the layer is of the other kind.
+    keys, values [layers][slots, max_len, heads, dim]; a list holds None where the layer is of the other kind. token_states, if asked for
+    [layers][rows, H, V, K], is where speculative steps put the state after each row; the next step writes over it.
     """
 
     conv: list[Tensor | None]
     recurrent: list[Tensor | None]
     keys: list[Tensor | None]
     values: list[Tensor | None]
+    token_states: list[Tensor | None] | None = None
 
     @property
     def max_len(self) -> int:

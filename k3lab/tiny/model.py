@@ -250,10 +250,11 @@ class TinyK3(nn.Module):
 
         return self.head(self._trunk(tokens, attend, collect)).to(self.embed.weight.dtype)
 
-    def new_cache(self, slots: int, max_len: int, state_dtype: torch.dtype | None = None) -> Cache:
+    def new_cache(self, slots: int, max_len: int, state_dtype: torch.dtype | None = None, token_rows: int = 0) -> Cache:
         """Zeroed state for `slots` slots (the null slot 0 included) of at most max_len tokens.
 
-        state_dtype of the recurrent pool: default the model's; torch.bfloat16 halves it, as engines offer.
+        state_dtype of the recurrent pool: default the model's; torch.bfloat16 halves it, as engines offer. token_rows: memory for the
+        states by token of speculative steps of at most so many rows; without it each step takes new memory.
         """
         s = self.config.shapes
         d = s.num_heads * s.head_dim
@@ -266,6 +267,9 @@ class TinyK3(nn.Module):
             shape = (slots, max_len, self.config.attention_heads, s.hidden // self.config.attention_heads)
             cache.keys.append(None if kda else w.new_zeros(shape))
             cache.values.append(None if kda else w.new_zeros(shape))
+        if token_rows:
+            wide = torch.promote_types(w.dtype, torch.float32)
+            cache.token_states = [None if r is None else r.new_empty(token_rows, *r.shape[1:], dtype=wide) for r in cache.recurrent]
         return cache
 
     @torch.no_grad()
@@ -307,6 +311,7 @@ class TinyK3(nn.Module):
             z = (source[r.conv_rows] * attn.conv).sum(1)
             after = source[r.conv_keep].transpose(1, 2)
             q, k, v = attn.split_heads(z)
+            states = None if cache.token_states is None else cache.token_states[i][: len(n)]
             call = KdaCall(
                 q=q, k=k, v=v, raw_g=p["raw_g"], raw_beta=p["raw_beta"], A_log=attn.A_log.detach(), dt_bias=attn.dt_bias.detach(),
                 cu_seqlens=r.cu, initial_state=cache.recurrent[i][r.slots], has_initial_state=r.has_state & r.live,
@@ -316,7 +321,7 @@ class TinyK3(nn.Module):
             )  # fmt: skip
             if kda_dtype is not None:
                 call = call.to(dtype=kda_dtype)
-            out = kda_layer_step(call, route=route, impl=impl, padding=padding(i) if callable(padding) else padding)
+            out = kda_layer_step(call, route=route, impl=impl, padding=padding(i) if callable(padding) else padding, states=states)
             live = r.slots[r.live]
             cache.recurrent[i][live] = out.final_state[r.live].to(cache.recurrent[i].dtype)
             cache.conv[i][live] = after[r.live]
@@ -341,7 +346,7 @@ class TinyK3(nn.Module):
                     mask = torch.arange(used, device=q.device) <= q_pos[:, part, None]  # [n, rows, used]
                     # a mask alone lets a stale NaN of the slot's last owner through: 0 * NaN
                     hidden = (dead | ~mask.any(1) if leaks else dead)[:, :, None, None]
-                    keys, values = (c[i][slots, :used].masked_fill(hidden, 0.0).transpose(1, 2) for c in (cache.keys, cache.values))
+                    keys, values = (c[i][slots, :used].masked_fill_(hidden, 0.0).transpose(1, 2) for c in (cache.keys, cache.values))
                     outs.append(F.scaled_dot_product_attention(grid[:, part].transpose(1, 2), keys, values, attn_mask=mask[:, None]))
                 o[rows] = torch.cat(outs, 2).transpose(1, 2)[where]
             return attn.close(o, n).masked_fill(null_rows[:, None], 0.0)
