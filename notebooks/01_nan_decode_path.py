@@ -40,6 +40,7 @@ from k3lab import figures, nan_figures, nonfinite, provenance
 from k3lab.capture import Capture
 from k3lab.kda import stages
 from k3lab.kda.layer import kda_layer_step, plan
+from k3lab.panels import nan_panel
 from k3lab.testing import error_budget, low_precision_reference
 from k3lab.tiny import accuracy, data, model, serving
 
@@ -280,6 +281,34 @@ if shipped:
 # In the shipped capture three stages each suffice to lose all nine sequences, and `inverse` loses two; filling any one stage with zeros saves
 # nothing while the others stay undefined. `gate_cumsum` and `intra` are safe by construction: a cumulative sum runs forward,
 # and the causal mask there is a *select*. (A multiply by the mask would not be: `0 * NaN`.)
+#
+# ### Move it yourself
+#
+# Any batch cut from the capture, any stage. First the pictures for three settings: five decodes and a prefill of 200 tokens, by
+# `chunk_all`, the tensor `u` of one head, as a map of its rows and channels; the same around the first value that is not finite; and
+# the same batch by `split`. Where a front end is attached (JupyterLab, VS Code) a panel follows them: number of decodes, prefill length,
+# route, padding, stage, head, and a window of rows and channels to zoom into. A batch is cut from this notebook's input, so on your
+# capture it is yours.
+
+# %%
+discussed = [
+    {"decodes": 5, "prefill": 200, "route": "chunk_all", "padding": "nan", "tensor": "u"},
+    {"decodes": 5, "prefill": 200, "route": "chunk_all", "padding": "nan", "tensor": "u", "zoom": "first"},
+    {"decodes": 5, "prefill": 200, "route": "split", "padding": "nan", "tensor": "u"},
+]
+nan_panel.show(call, os.path.basename(path), discussed)
+
+# %%
+if shipped:
+    by_chunk, _, by_split = (nan_panel.draw(call, **values)[1] for values in discussed)
+    assert by_chunk["rows_not_finite"].tolist() == [1, 1, 1, 1, 1, 8]
+    assert by_chunk[["first_row", "first_channel"]].to_numpy().tolist() == [[0, 0]] * 5 + [[192, 0]]
+    assert by_split["kernel"].tolist() == ["recurrent"] * 5 + ["chunk"]
+    assert by_split["rows_not_finite"].tolist() == [0, 0, 0, 0, 0, 8]
+
+# %% [markdown]
+# The decodes lose their one row, and the prefill the 8 rows of its last tile, which starts at row 192. By `split` the decodes have no
+# `u` at all, as the recurrent kernel has no such stage; the 8 rows of the prefill stay lost.
 #
 # ## 7 · A batch the fix cannot cut
 #

@@ -47,6 +47,7 @@ from IPython.display import Markdown, display
 from k3lab import figures, provenance, race_figures
 from k3lab.capture import Capture
 from k3lab.kda import stages
+from k3lab.panels import race_panel
 from k3lab.races.compiled import compile_builds
 from k3lab.races.controls import REPORTED, mutation_sweep
 from k3lab.races.fix import prune_list, repro_script
@@ -305,6 +306,31 @@ assert set(gfx942["async"]) == {"on"}
 # Upstream, quoted: facebookexperimental/triton PR 2902 reports both faults for its own kernels (the ordering mended in LLVM PR
 # 203770; masked copies without `other` called a design decision), triton PR 9679 says that the branch around a masked copy changes
 # the wait count that is needed, and triton PR 9883 moved gfx942 and gfx950 to another way of tracking copies in 3.8.
+#
+# ### Move it yourself
+#
+# Every cell of that matrix with its assembly: left the nine configs at one input, right the copies, waits, barriers and reads of the
+# chosen one. First the pictures for w4s4 of section 4, and for w8s4 on 3.8.0. Where a front end is attached (JupyterLab, VS Code) a panel
+# follows them: Triton version, `pointer_range`, masked rows, input, and a click on the grid picks a config. The events are those of
+# `data/race_events.jsonl`, read from compiled code by `data/make_race_events.py`.
+
+# %%
+cells = race_panel.load(f"{DATA}/race_matrix.jsonl", f"{DATA}/race_events.jsonl")
+discussed = [
+    {"triton": "3.7.1", "pointer_range": False, "padding": "undefined", "given": "full", "config": (4, 4)},
+    {"triton": "3.8.0", "pointer_range": False, "padding": "undefined", "given": "full", "config": (8, 4)},
+]
+race_panel.show(cells, discussed)
+
+# %%
+first, last = (race_panel.draw(cells, **values)[1] for values in discussed)
+assert [t.split()[1] for t in first[(first["event"] == "wait") & (first["wave"] == 0)]["text"]] == ["vmcnt(4)", "vmcnt(2)"]
+assert set(first[first["racing"]]["copy"]) == {0}
+assert not (last["event"] == "wait").any()
+assert last[last["event"].isin(["copy", "read"])]["racing"].all()
+
+# %% [markdown]
+# On 3.8.0 w8s4 has no `vmcnt` wait at all between the first copy of `v` and its last read: every copy and every read of the tile races.
 #
 # ## 7 · Would the analysis see it? Positive controls
 #

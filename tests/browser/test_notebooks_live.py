@@ -12,7 +12,7 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-LOAD, RUN, REDRAW = 30, 170, 20  # seconds
+LOAD, RUN, REDRAW = 60, 400, 30  # seconds
 
 pytestmark = pytest.mark.browser
 
