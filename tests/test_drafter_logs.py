@@ -362,6 +362,7 @@ def test_an_engine_that_does_not_speculate_is_not_called_unknown():
     line = "(APIServer pid=1) INFO [loggers.py:310] Engine 000: Avg prompt throughput: 9 tokens/s, Avg generation throughput: 1.0 tokens/s"
     report = read(line + "\n")
     assert kinds(report) == ["not drafting"]
+    assert report.recognised
     assert "SpecDecoding metrics" in report.diagnosis.text
 
 

@@ -142,6 +142,9 @@ def _start(t: Totals, mode: str | None) -> Diagnosis:
         )
         return Diagnosis("collapse at position 0", True, text, evidence)
     if low < COLLAPSED_AT_0 or least < LOWEST_PUBLISHED_AT_0:
+        if not t.survival:
+            text = f"Undecided: {known}, which does not tell a good start from a wrong stream. Metrics per request do.{fed}"
+            return Diagnosis("undecided", False, text, evidence)
         text = (
             f"Undecided: {known}. That lies between what a wrong stream left (0.54, tiny K3) and what is normal ({PUBLISHED}), or its "
             f"interval does. Compare streams and layer offsets on the same prompts.{fed}"

@@ -92,8 +92,8 @@ class LogReport:
 
     @property
     def recognised(self) -> bool:
-        """A record, or a line that says what the drafter is fed, was found."""
-        return bool(len(self.records) or self.aux)
+        """Something was understood: a record, what the drafter is fed, a flag, or that an engine ran without a word of acceptance."""
+        return bool(len(self.records) or self.aux or self.flags or self.diagnosis.kind == "not drafting")
 
     @property
     def diagnosis(self) -> Diagnosis:
