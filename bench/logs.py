@@ -1,9 +1,10 @@
 """Benchmark of log reading: python bench/logs.py [--size MB] [--runs N]
 
-Four generated logs of 50 MB each, read from disk by one process:
+Five generated logs of 50 MB each, read from disk by one process:
   vLLM      a SpecDecoding line and a throughput line every 40 access lines
   SGLang    nearly every line is a Decode batch line with accept len
   mixed     vLLM, SGLang and ATOM lines, access lines and lines that look like acceptance and are not understood
+  responses JSON lines, each a response body of 2 KB with metrics per request
   foreign   no line of a known engine
 Beside each, in the same run, the floor: reading the bytes and counting line breaks, and grep -c of two markers. Times are the best of
 N; beside the wall clock stands the processor time of the reading process, which other work on the machine changes less.
@@ -64,6 +65,21 @@ def atom_line(rng: np.random.Generator) -> str:
     )
 
 
+def response(rng: np.random.Generator) -> str:
+    """A response body with metrics per request (vLLM PR 48915), of a request of its own."""
+    drafts = int(rng.integers(50, 400))
+    histogram = np.bincount(rng.binomial(7, 0.4, drafts), minlength=8)
+    accepted = int(histogram @ np.arange(8))
+    metrics = {"mean_acceptance_length": 1 + accepted / drafts, "draft_acceptance_rate": accepted / drafts / 7, "num_spec_tokens": 7,
+               "acceptance_histogram": histogram.tolist(), "num_spec_steps": drafts, "num_accepted_draft_tokens": accepted,
+               "num_draft_tokens": 7 * drafts}  # fmt: skip
+    choice = {"index": 0, "message": {"role": "assistant", "content": "word " * 300}, "finish_reason": "stop"}
+    usage = {"prompt_tokens": int(rng.integers(10, 5000)), "completion_tokens": drafts + accepted}
+    body = {"id": f"chatcmpl-{rng.integers(2**62):x}", "object": "chat.completion", "model": "moonshotai/Kimi-K3", "choices": [choice],
+            "usage": usage, "metrics": {"speculative_decoding": metrics}}  # fmt: skip
+    return json.dumps(body)
+
+
 def block_of(kind: str, rng: np.random.Generator) -> bytes:
     """Some thousand lines of a kind."""
     out = []
@@ -77,6 +93,8 @@ def block_of(kind: str, rng: np.random.Generator) -> bytes:
             out += [*decode, *access[:2]]
         elif kind == "mixed":
             out += [*access[:20], vllm_line(rng), *decode[:10], atom_line(rng), UNKNOWN.format(a=a, mean=mean), THROUGHPUT.format(a=a, b=b)]
+        elif kind == "responses":
+            out += [response(rng) for _ in range(40)]
         else:
             out += [f"worker {a}: step {b + i} loss {mean:.4f} grad norm 1.25 tokens 65536 lr 3e-4" for i in range(40)]
     return ("\n".join(out) + "\n").encode()
@@ -109,7 +127,7 @@ def main() -> None:
     print(", ".join(f"{k} {v}" for k, v in versions.items()))
     rng, rows = np.random.default_rng(0), []
     with tempfile.TemporaryDirectory(prefix="k3lab-bench-") as scratch:
-        for kind in ("vLLM", "SGLang", "mixed", "foreign"):
+        for kind in ("vLLM", "SGLang", "mixed", "responses", "foreign"):
             path, block = Path(scratch, f"{kind}.log"), block_of(kind, rng)
             with open(path, "wb") as f:
                 while f.tell() < args.size * 1e6:

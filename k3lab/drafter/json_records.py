@@ -69,10 +69,16 @@ def _finished(make, node: dict, about: dict) -> dict | str:
         return str(why)
 
 
+_NAMES = (("model", ("model", "model_id", "model_name")), ("id", ("id", "request_id", "rid")))
+_ALL_NAMES = {"index", "usage", "prompt_tokens", *(n for _, names in _NAMES for n in names)}
+
+
 def _about(node: dict, outer: dict) -> dict:
     """What the enclosing objects say of a request: model, id, tokens."""
+    if _ALL_NAMES.isdisjoint(node):
+        return outer
     about = dict(outer)
-    for key, names in (("model", ("model", "model_id", "model_name")), ("id", ("id", "request_id", "rid"))):
+    for key, names in _NAMES:
         for name in names:
             if isinstance(node.get(name), str):
                 about[key] = node[name][:200]

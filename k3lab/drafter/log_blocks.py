@@ -41,7 +41,9 @@ class Blocks:
             if self._table_row(line, number):
                 return True
             self.close()
-        kind = "speculators report" if _REPORT_HEAD in line else "vllm bench text" if _BENCH_HEAD.search(line) else ""
+        kind = ""
+        if b"Speculative Decoding" in line:
+            kind = "speculators report" if _REPORT_HEAD in line else "vllm bench text" if _BENCH_HEAD.search(line) else ""
         if kind:
             self.close()
             self._fields, self.open = {"kind": kind, "line": number, "at": {}}, True
@@ -58,7 +60,7 @@ class Blocks:
             elif b"======" in line:
                 self.close()
                 return True
-        if m := _SGLANG.search(line):
+        if b"Accept length:" in line and (m := _SGLANG.search(line)):
             self.rows.append(self._row(number, "sglang", "sglang bench text", "gauge", reported_mean=float(m[1])))
             return True
         if b"num_drafts,num_draft_tokens,num_accepted_tokens" in line:

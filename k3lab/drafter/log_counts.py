@@ -1,5 +1,7 @@
 """Integer counts worked back from the rounded ratios that engines print."""
 
+from itertools import accumulate
+
 import numpy as np
 
 COUNTS = ("drafts", "drafted", "accepted", "emitted")
@@ -73,7 +75,7 @@ def survivors(survival: np.ndarray, drafts: np.ndarray, accepted: np.ndarray, ha
 
 def histogram_survivors(histogram: list[int]) -> list[int]:
     """accepted_j = rounds that accepted more than j drafts, from histogram[i] = rounds that accepted exactly i; k = len - 1."""
-    return [int(n) for n in np.cumsum(histogram[::-1])[::-1][1:]]
+    return list(accumulate(reversed(histogram)))[-2::-1]
 
 
 def residual(survival: np.ndarray, extra: np.ndarray, complete: np.ndarray) -> np.ndarray:

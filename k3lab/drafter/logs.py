@@ -283,12 +283,13 @@ class _Scan:
             return why is not None
         if self.blocks.offer(line, number):
             return True
-        if found := lines.parse_aux(line):
+        if b"aux" in line and (found := lines.parse_aux(line)):
             layers, mode, kind = found
             if not any((a.source, a.layers, a.mode) == (self.source, layers, mode) for a in self.aux):  # each rank says it once
                 self.aux.append(Aux(self.source, number, kind, layers, mode))
             return True
-        simulated = _SIMULATED.search(line)
+        named = b"SIMULATE_ACC" in line or b"synthetic" in line or b"-acceptance-rate" in line
+        simulated = _SIMULATED.search(line) if named else None
         if simulated and (simulated[1] is None or float(simulated[1]) > 0):
             self._flag("simulated", number, line)
         if self._json_in(line, number):
