@@ -4,7 +4,7 @@ Thresholds lie between figures of drafters that are fed right and of drafters th
 
   published, right    Inferact/Kimi-K3.1-Pro-DSpark-preview: survival at position 0 is 0.76 (HumanEval) to 0.86 (GSM8K); ATOM PR 1899:
                       0.93-0.94. Pooled conditional rates of later positions stay at 0.93 or more of the rate at position 0
-  measured, tiny K3   DFlash drafters, block 8, three seeds, on an H200 (data/drafter_counts.csv): fed the stream of training 0.78 to 0.85
+  measured, tiny K3   DFlash drafters, block 8, three seeds, on an H200 (data/drafter_counts.csv): fed the stream of training 0.78 to 0.84
                       at position 0, mean 4.14 and 4.52; fed the other 0.47 to 0.63, mean 1.98 and 2.49; fed zeros, mean 1.22 and 1.25
   published, long     Kimi-K3-DSpark-Block5: GSM8K 4.581, AA-LCR at 100K 3.052, BEAM at 1M 2.569; tokenspeed 924: 4.369 below 4096
                       output tokens, about 1.0 on long ones
@@ -21,6 +21,7 @@ from k3lab.drafter.log_totals import STEPS_PER_LINE, Totals, Z
 LOWEST_PUBLISHED_AT_0 = 0.76  # HumanEval of Kimi-K3.1-Pro-DSpark-preview
 COLLAPSED_AT_0 = 0.65  # above 0.63, the most that the wrong stream left in the tiny K3, and below 0.76
 FED_ZEROS_MEAN = 1.25
+WRONG_AT_0, RIGHT_AT_0 = "0.47 to 0.63", "0.78 to 0.84"  # position 0 of the tiny K3's drafters, as above
 FAST_DECAY = 0.75  # of the rate at position 0; 0.93 is the lowest published for a drafter that works
 CLIFF = 1 / 3  # of the accepted drafts per round; 0.44 is the lowest published (1M against GSM8K), tokenspeed 924 about 0
 ENOUGH_ROUNDS = 100  # a survival of one half is then known to +- 0.10, the distance from 0.65 to either side
@@ -136,8 +137,8 @@ def _start(t: Totals, mode: str | None) -> Diagnosis:
     evidence = _evidence(t, position_0=[low, high])
     if high < COLLAPSED_AT_0:
         text = (
-            f"Collapse at position 0: {known}. A drafter fed the wrong stream kept 0.47 to 0.63 there (tiny K3; 0.78 to 0.85 with its own); {PUBLISHED}. "
-            f"Check the stream, the layer index (off by one) and the checkpoint, in that order.{fed} A drafter that is weak on this "
+            f"Collapse at position 0: {known}. A drafter fed the wrong stream kept {WRONG_AT_0} there (tiny K3; {RIGHT_AT_0} with its own); "
+            f"{PUBLISHED}. Check the stream, the layer index (off by one) and the checkpoint, in that order.{fed} A drafter that is weak on this "
             "text looks the same."
         )
         return Diagnosis("collapse at position 0", True, text, evidence)
@@ -146,7 +147,7 @@ def _start(t: Totals, mode: str | None) -> Diagnosis:
             text = f"Undecided: {known}, which does not tell a good start from a wrong stream. Metrics per request do.{fed}"
             return Diagnosis("undecided", False, text, evidence)
         text = (
-            f"Undecided: {known}. That lies between what a wrong stream left (0.47 to 0.63, tiny K3) and what is normal ({PUBLISHED}), or its "
+            f"Undecided: {known}. That lies between what a wrong stream left ({WRONG_AT_0}, tiny K3) and what is normal ({PUBLISHED}), or its "
             f"interval does. Compare streams and layer offsets on the same prompts.{fed}"
         )
         return Diagnosis("undecided", False, text, evidence)
