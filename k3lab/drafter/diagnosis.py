@@ -137,9 +137,9 @@ def _start(t: Totals, mode: str | None) -> Diagnosis:
     evidence = _evidence(t, position_0=[low, high])
     if high < COLLAPSED_AT_0:
         text = (
-            f"Collapse at position 0: {known}. A drafter fed the wrong stream kept {WRONG_AT_0} there (tiny K3; {RIGHT_AT_0} with its own); "
-            f"{PUBLISHED}. Check the stream, the layer index (off by one) and the checkpoint, in that order.{fed} A drafter that is weak on this "
-            "text looks the same."
+            f"Collapse at position 0: {known}. A drafter fed the wrong stream kept {WRONG_AT_0} there (tiny K3; {RIGHT_AT_0} with its "
+            f"own); {PUBLISHED}. Check the stream, the layer index (off by one) and the checkpoint, in that order.{fed} A drafter that "
+            "is weak on this text looks the same."
         )
         return Diagnosis("collapse at position 0", True, text, evidence)
     if low < COLLAPSED_AT_0 or least < LOWEST_PUBLISHED_AT_0:
@@ -147,8 +147,8 @@ def _start(t: Totals, mode: str | None) -> Diagnosis:
             text = f"Undecided: {known}, which does not tell a good start from a wrong stream. Metrics per request do.{fed}"
             return Diagnosis("undecided", False, text, evidence)
         text = (
-            f"Undecided: {known}. That lies between what a wrong stream left ({WRONG_AT_0}, tiny K3) and what is normal ({PUBLISHED}), or its "
-            f"interval does. Compare streams and layer offsets on the same prompts.{fed}"
+            f"Undecided: {known}. That lies between what a wrong stream left ({WRONG_AT_0}, tiny K3) and what is normal ({PUBLISHED}), or "
+            f"its interval does. Compare streams and layer offsets on the same prompts.{fed}"
         )
         return Diagnosis("undecided", False, text, evidence)
     return Diagnosis("healthy", False, f"No fault seen: {known}; {PUBLISHED}.{fed}", evidence)
