@@ -66,7 +66,7 @@ def test_constraints_are_exact_and_name_no_build():
     assert "k3lab" not in pins()
 
 
-@pytest.mark.parametrize("target", ["run", "test", "lab", "render", "check"])
+@pytest.mark.parametrize("target", ["run", "test", "browser", "lab", "render", "check"])
 def test_every_make_target_of_the_readme_builds_the_environment_first(target):
     rules = [line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith(f"{target}:")]
     assert rules == [f"{target}: $(STAMP)"]

@@ -30,8 +30,10 @@ const done = arguments[1], app = window.jupyterapp, panel = {NOTEBOOK};
   return "ready";
 }})().then(done, error => done("failed: " + error));
 """
+# its result is asked for until it is there: a call that waits minutes would run into the driver's own timeout
 RUN_ALL = f"""
-const done = arguments[1], app = window.jupyterapp, panel = {NOTEBOOK};
+const app = window.jupyterapp, panel = {NOTEBOOK};
+window.k3labRan = null;
 (async () => {{
   await app.commands.execute("notebook:run-all-cells");
   const cells = [...panel.content.model.cells].map(cell => cell.toJSON()).filter(cell => cell.cell_type === "code");
@@ -41,7 +43,7 @@ const done = arguments[1], app = window.jupyterapp, panel = {NOTEBOOK};
     run: cells.filter(cell => cell.execution_count !== null).length,
     errors: errors.map(error => error.ename + ": " + error.evalue),
   }};
-}})().then(done, error => done({{errors: ["failed: " + error]}}));
+}})().then(ran => window.k3labRan = ran, error => window.k3labRan = {{errors: ["failed: " + error]}});
 """
 CLEAR = f"""
 const done = arguments[1], app = window.jupyterapp, panel = {NOTEBOOK};
@@ -59,11 +61,15 @@ def open_notebook(browser: Chrome, url: str, name: str) -> None:
     assert browser.execute_async_script(CLEAR, name) == 0, "outputs of the committed notebook are left"
 
 
+PICTURE = """
+const img = arguments[0].querySelector(".k3lab-picture img");
+return img && img.complete && img.naturalWidth > 100 ? img.src : "";
+"""
+
+
 def picture(panel: WebElement) -> str:
     """The address of the panel's picture, "" while there is none or it is not decoded."""
-    found = panel.find_elements(By.CSS_SELECTOR, ".k3lab-picture img")
-    script = "return arguments[0].complete && arguments[0].naturalWidth > 100 ? arguments[0].src : ''"
-    return panel.parent.execute_script(script, found[0]) if found else ""
+    return panel.parent.execute_script(PICTURE, panel)
 
 
 def changed(browser: Chrome, panel: WebElement, before: str) -> str:
@@ -75,6 +81,14 @@ def changed(browser: Chrome, panel: WebElement, before: str) -> str:
         raise AssertionError(f"no new picture in {REDRAW} s; the panel says: {said!r}") from None
 
 
+def panels_of(browser: Chrome, expected: int) -> list[WebElement]:
+    """The panels, once the page has made all that the notebook shows; more than that fails too."""
+    WebDriverWait(browser, REDRAW).until(lambda b: len(b.find_elements(By.CSS_SELECTOR, ".k3lab-panel")) >= expected)
+    found = browser.find_elements(By.CSS_SELECTOR, ".k3lab-panel")
+    assert len(found) == expected
+    return found
+
+
 def console_errors(browser: Chrome) -> list[str]:
     return [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
 
@@ -83,14 +97,12 @@ def console_errors(browser: Chrome) -> list[str]:
 def test_run_all_then_move_a_control_and_the_picture_changes(lab: str, browser: Chrome, notebook: Path):
     """Every cell runs without an error, a slider or grid and a list each redraw the panel, and the console has no error."""
     open_notebook(browser, lab.format(notebook.name), notebook.name)
-    browser.set_script_timeout(RUN)
-    ran = browser.execute_async_script(RUN_ALL, notebook.name)
+    browser.execute_script(RUN_ALL, notebook.name)
+    ran = WebDriverWait(browser, RUN).until(lambda b: b.execute_script("return window.k3labRan"))
     assert ran["errors"] == []
     assert ran["run"] == ran["cells"] > 0
 
-    panels = browser.find_elements(By.CSS_SELECTOR, ".k3lab-panel")
-    assert len(panels) == notebook.with_suffix(".py").read_text().count("_panel.show(")
-    for panel in panels:
+    for panel in panels_of(browser, notebook.with_suffix(".py").read_text().count("_panel.show(")):
         browser.execute_script("arguments[0].scrollIntoView({block: 'start'})", panel)
         seen = [changed(browser, panel, "")]
         for handle in panel.find_elements(By.CSS_SELECTOR, ".noUi-handle")[:1]:
@@ -106,4 +118,5 @@ def test_run_all_then_move_a_control_and_the_picture_changes(lab: str, browser: 
             seen.append(changed(browser, panel, seen[-1]))
         assert len(seen) > 1, "the panel has no control that this test can move"
         assert len(set(seen)) == len(seen)
+        browser.execute_script("arguments[0].scrollIntoView({block: 'start'})", panel)  # for the screenshot
     assert console_errors(browser) == []
