@@ -22,7 +22,7 @@ FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-dev-shm-usage", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync", "--window-size=1500,1700",
 )  # fmt: skip
-HINT = "install it with .ci/browser (Debian, Ubuntu), or Chromium and the ChromeDriver of its version by hand, both on PATH"
+HINT = "install it with .ci/browser (Debian), or Chromium and the ChromeDriver of its version by hand, both on PATH"
 END_KERNELS = (
     "const done = arguments[0]; window.jupyterapp ? window.jupyterapp.serviceManager.sessions.shutdownAll().then(done, done) : done()"
 )
