@@ -55,9 +55,10 @@ def build_parser() -> argparse.ArgumentParser:
         "Each is NAME.png (2x),\nNAME.svg, NAME.csv and NAME.md, the snippet to paste. --out defaults to K3LAB_OUT, else out/.",
         "figures 01_routes --capture data/captures/mixed_split_layer8.safetensors --out out",
     )  # fmt: skip
-    figures.add_argument("names", nargs="*", metavar="NAME", help="which (default: all of the shipped data)")
+    figures.add_argument("names", nargs="*", metavar="NAME", help="which (default: all, or all that are of the capture or log given)")
     figures.add_argument("--list", action="store_true", help="print the names and what they show, and make nothing")
-    figures.add_argument("--capture", metavar="FILE", help="a KDA capture instead of the shipped one, for the 01 figures of a batch")
+    figures.add_argument("--capture", metavar="FILE", help="a capture instead of the shipped one: KDA for 01, AttnRes for 03")
+    figures.add_argument("--log", metavar="FILE", help="an engine's log instead of the shipped one, for 03_log and 03_overlay")
     return parser
 
 
@@ -192,9 +193,9 @@ def _figures(args: argparse.Namespace) -> int:
         report(args, {"figures": listed}, [f"{f['name']:22}  {f['shows']}" for f in listed])
         return 0
     folder = args.out or os.environ.get("K3LAB_OUT") or "out"
-    given = "".join(f" --{key} {shlex.quote(Path(value).name)}" for key in ("capture",) if (value := getattr(args, key)))
+    given = "".join(f" --{key} {shlex.quote(Path(value).name)}" for key in ("capture", "log") if (value := getattr(args, key)))
     made = []
-    for name, (fig, frame) in figure_pack.make(args.names, args.capture):
+    for name, (fig, frame) in figure_pack.make(args.names, args.capture, args.log):
         files = figures.export(fig, frame, name, folder, f"python -m k3lab figures {name}{given}")
         made.append({"name": name, "finding": figures.finding_of(fig), "files": [str(f) for f in files]})
         print(f"{name}: {made[-1]['finding']}", file=sys.stderr)

@@ -23,6 +23,7 @@ MEAN_NAMES = {"mean_emitted": "tokens emitted a round, bonus included", "mean_ac
 STREAM_SERIES = {"mixture": 0, "prefix": 1, "disputed": 2, "unknown": 3, "none": 4}
 PREFIX_COLOR = "#d0d0d0"
 PUBLISHED_PANEL = "published EAGLE3"
+COUNTED = "tiny Kimi-K3, DFlash drafters of 7 drafts, 586 held-out prompts, greedy, counted on an H200"  # data/drafter_counts.csv
 ROUNDING = 0.0005  # half a unit of the third decimal, to which engines print rates
 
 
@@ -52,7 +53,7 @@ def _span(values: Sequence[float], form: str) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _legend(fig: Figure, handles: Sequence, ncols: int) -> None:
+def legend(fig: Figure, handles: Sequence, ncols: int) -> None:
     """A legend in a strip of its own between the axes and the provenance line."""
     engine = fig.get_layout_engine()
     x, y, width, height = engine.get()["rect"]
@@ -205,13 +206,15 @@ def survival_figure(summary: pd.DataFrame, ran: str, metric: str = "survival", o
     if frame.duplicated(["drafter", "seed", "stream", "domain", "position"]).any():
         raise BadInput("survival: several rows for one drafter, seed, stream, domain and position; select one subset")
     drafters, domains = (list(dict.fromkeys(frame[c])) for c in ("drafter", "domain"))
-    first, several = frame[frame["position"] == 0], ", a line per seed" if frame["seed"].nunique() > 1 else ""
+    several = ", a line per seed" if frame["seed"].nunique() > 1 else ""
+    told = frame[(frame["position"] == 0) == (metric == "survival")]
+    what = "The first draft is accepted" if metric == "survival" else "A draft behind accepted ones is accepted"
     found = []
     for d in drafters:
-        by = {s: first[(first["drafter"] == d) & (first["stream"] == s)]["value"] for s in STREAMS}
+        by = {s: told[(told["drafter"] == d) & (told["stream"] == s)]["value"] for s in STREAMS}
         found.append(f"{d} drafter " + ", ".join(f"{_span(v, '.2f')} fed {s}" for s, v in by.items() if len(v)))
     fig, axes = figures.new(
-        "The first draft is accepted: " + "; ".join(found),
+        f"{what}: " + "; ".join(found),
         f"{ran}; layer offset {_signed(offset)}; band: 95% interval over prompts{several}{_guard(frame)}",
         (7.5 if len(drafters) > 1 else 4.4, 2.1 * len(domains) + 0.7), len(domains), len(drafters), squeeze=False, sharex=True, sharey=True,
     )  # fmt: skip
@@ -229,7 +232,7 @@ def survival_figure(summary: pd.DataFrame, ran: str, metric: str = "survival", o
         ax.set_xlabel("draft position, from 0")
     fig.supylabel("accepted here and before" if metric == "survival" else "accepted if all before were", fontsize=9)
     shown = [s for s in STREAMS if s in set(frame["stream"])]
-    _legend(fig, [_key(STREAM_SERIES[s], f"fed {s}") for s in shown], 2)
+    legend(fig, [_key(STREAM_SERIES[s], f"fed {s}") for s in shown], 2)
     return fig, frame
 
 
@@ -244,6 +247,20 @@ def _key(series: int, label: str, **style) -> Line2D:
 def _mark_commits(ax: Axes, committing: Sequence[int]) -> None:
     for layer in committing:
         ax.axvline(layer, color="#333333", linewidth=1.1, linestyle=(0, (2, 2)), zorder=0)
+
+
+def weights_frame(compared: pd.DataFrame) -> pd.DataFrame:
+    """What weights_figure takes, of attn_res.streams.compare: index `after layer` (layer id - 1; the embedding is left out)."""
+    rows = compared[compared["layer"] > 0]
+    weights = rows.filter(regex="^weight_").set_axis(rows["layer"].sub(1).rename("after layer"))
+    return weights.rename(columns=lambda c: c.replace("weight_", "" if c == "weight_prefix" else "block "))
+
+
+def streams_frame(compared: pd.DataFrame) -> pd.DataFrame:
+    """What streams_figure takes, of attn_res.streams.compare: layers counted as the tap after them, without the embedding."""
+    rows = compared.loc[compared["layer"] > 0, ["layer", "cosine", "cosine_p05", "cosine_p95", "norm_ratio"]]
+    rows = rows.assign(layer=rows["layer"] - 1).rename(columns={"cosine_p05": "cosine_low", "cosine_p95": "cosine_high"})
+    return rows.reset_index(drop=True)
 
 
 def weights_figure(weights: pd.DataFrame, ran: str) -> tuple[Figure, pd.DataFrame]:
@@ -279,7 +296,7 @@ def weights_figure(weights: pd.DataFrame, ran: str) -> tuple[Figure, pd.DataFram
     ax.set(xlabel=weights.index.name or "layer", ylabel="weight", ylim=(0, 1), xlim=(-0.6, len(x) - 0.4))
     ax.grid(False)
     handles, _ = ax.get_legend_handles_labels()
-    _legend(fig, handles, min(len(handles), 5))
+    legend(fig, handles, min(len(handles), 5))
     return fig, weights.rename_axis(weights.index.name or "layer").reset_index()
 
 
@@ -314,7 +331,7 @@ def streams_figure(frame: pd.DataFrame, ran: str, committing: Sequence[int] = ()
     if bands:
         handles.append(Rectangle((0, 0), 1, 1, color="#aaaaaa", label="quantiles over tokens"))
     if handles:
-        _legend(fig, handles, 2)
+        legend(fig, handles, 2)
     return fig, frame
 
 
@@ -367,7 +384,7 @@ def overlay_figure(
         handles.append(Line2D([], [], color="#999999", marker=".", label="published survival"))
         mine += [own | {"metric": "survival", "position": j, "value": v} for j, v in enumerate(survival)]
     handles.append(Line2D([], [], color="black", linewidth=1.4, label=label))
-    _legend(fig, handles, 4)
+    legend(fig, handles, 4)
     drawn = dots if survival is None else pd.concat([dots, curves])
     return fig, pd.concat([pd.DataFrame(mine).reindex(columns=rows.columns), drawn], ignore_index=True)
 

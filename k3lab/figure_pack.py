@@ -2,38 +2,69 @@
 
     for name, (fig, frame) in make(["01_routes"], capture="mine.safetensors"): figures.export(fig, frame, name)
 
-Names are those the notebooks export under. Each function below takes the Inputs and returns a figure and its frame.
+Names are those the notebooks export under. Each function below takes the Inputs and returns a figure and its frame; a figure in OF
+can be made of one's own capture or log.
 """
 
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pandas as pd
 from matplotlib.figure import Figure
 
-from k3lab import nan_figures, nonfinite, race_figures
+from k3lab import drafter_figures, nan_figures, nonfinite, race_figures
 from k3lab.capture import Capture
 from k3lab.errors import BadInput
 from k3lab.kda.call import KdaCall
 from k3lab.provenance import DATA
 
+if TYPE_CHECKING:
+    from k3lab.drafter.logs import LogReport
+
 Made = tuple[Figure, pd.DataFrame]
 SHIPPED = DATA / "captures/mixed_split_layer1.safetensors"
+TAPS = DATA / "captures/attn_res_taps.safetensors"
+LOG = DATA / "drafter_fed_prefix.log"
 
 
 @dataclass
 class Inputs:
-    """What the figures are of: a KDA capture and, for the acceptance figures, an engine's log; shipped data by default."""
+    """What the figures are of: a capture (kind kda or attn_res) and an engine's log; what is None is the shipped one."""
 
-    capture: Path = SHIPPED
-    log: Path | None = None
+    own_capture: Path | None = None
+    own_log: Path | None = None
+
+    @property
+    def capture(self) -> Path:
+        return self.own_capture or SHIPPED
+
+    @property
+    def taps(self) -> Path:
+        return self.own_capture or TAPS
+
+    @property
+    def log(self) -> Path:
+        return self.own_log or LOG
 
     @cached_property
     def call(self) -> KdaCall:
         return Capture.load(self.capture).kda_call()
+
+    @cached_property
+    def streams(self) -> pd.DataFrame:
+        from k3lab.attn_res.streams import compare
+
+        return compare(self.taps)
+
+    @cached_property
+    def report(self) -> "LogReport":
+        from k3lab.drafter import logs
+
+        return logs.read(self.log)
 
     @property
     def fixed_route(self) -> str:
@@ -113,6 +144,65 @@ def versions(given: Inputs) -> Made:
     return race_figures.versions_figure(_matrix(), "recompute_w_u_fwd_kernel, gfx950, async copy on")
 
 
+def weights(given: Inputs) -> Made:
+    return drafter_figures.weights_figure(drafter_figures.weights_frame(given.streams), _tapped(given))
+
+
+def streams(given: Inputs) -> Made:
+    block, layers = (Capture.load(given.taps).metadata.get(k, 0) for k in ("attn_res_block", "num_layers"))
+    return drafter_figures.streams_figure(
+        drafter_figures.streams_frame(given.streams), _tapped(given), range(0, layers, block) if block else ()
+    )
+
+
+def _tapped(given: Inputs) -> str:
+    return f"{given.taps.name}, {given.streams['tokens'].iloc[0]} tokens, attn_res in torch, CPU"
+
+
+@cache
+def _summary(by: tuple[str, ...]) -> pd.DataFrame:
+    """The shipped counts, summarised by `by`; `seed` not among it: the seeds of a prompt are added up."""
+    from k3lab.drafter import acceptance
+
+    counts = pd.read_csv(shipped("drafter_counts.csv")).merge(pd.read_csv(shipped("drafter_prompts.csv"))[["prompt", "uniqueness"]])
+    return acceptance.summarize(counts if "seed" in by else counts.drop(columns="seed"), by)
+
+
+def heatmap(given: Inputs) -> Made:
+    return drafter_figures.heatmap_figure(_summary(("drafter", "seed", "stream", "offset")), drafter_figures.COUNTED)
+
+
+def survival(given: Inputs) -> Made:
+    return drafter_figures.survival_figure(
+        _summary(("drafter", "stream", "offset", "domain")), f"{drafter_figures.COUNTED}; 3 seeds pooled"
+    )
+
+
+def conditional(given: Inputs) -> Made:
+    summary = _summary(("drafter", "stream", "offset"))
+    return drafter_figures.survival_figure(summary, f"{drafter_figures.COUNTED}; 3 seeds pooled", "conditional")
+
+
+def published_streams(given: Inputs) -> Made:
+    from k3lab.drafter import published
+
+    summary = _summary(("drafter", "seed", "stream", "offset"))
+    return drafter_figures.published_streams_figure(summary, published.published_streams(), drafter_figures.COUNTED)
+
+
+def log(given: Inputs) -> Made:
+    return drafter_figures.log_figure(given.report.counted, given.log.name)
+
+
+def overlay(given: Inputs) -> Made:
+    from k3lab.drafter import published
+
+    t = given.report.totals
+    if t is None or t.mean_emitted is None:
+        raise BadInput(f"{given.log}: gives no mean length to hold against published ones: {given.report.diagnosis.text}")
+    return drafter_figures.overlay_figure(published.published(), t.mean_emitted, given.log.name, t.survival or None)
+
+
 FIGURES: dict[str, tuple[str, Callable[[Inputs], Made]]] = {
     "01_tiles": ("the tiles of a batch, and their masked rows", tiles),
     "01_routes": ("which sequences each route and padding loses", routes),
@@ -122,19 +212,31 @@ FIGURES: dict[str, tuple[str, Callable[[Inputs], Made]]] = {
     "01_accuracy": ("accuracy against the probability that undefined rows are NaN", accuracy),
     "02_race_card": ("nine configs of recompute_w_u on gfx950", race_card),
     "02_versions": ("the race matrix over Triton versions", versions),
+    "03_weights": ("where the AttnRes mixture looks, by layer", weights),
+    "03_streams": ("cosine and norm ratio of prefix and mixture, by layer", streams),
+    "03_heatmap": ("tokens a round, two drafters by two streams by three layer offsets", heatmap),
+    "03_survival": ("survival by draft position, fed prefix against mixture, by domain", survival),
+    "03_conditional": ("conditional acceptance by draft position, fed prefix against mixture", conditional),
+    "03_published_streams": ("a published drafter on two streams at three offsets, beside ours", published_streams),
+    "03_log": ("acceptance from an engine's log, by position and by interval", log),
+    "03_overlay": ("a log's mean length and survival among published ones", overlay),
 }
+OF = dict.fromkeys(("01_tiles", "01_routes", "01_provenance_decode", "01_provenance_prefill"), "kda")
+OF |= dict.fromkeys(("03_weights", "03_streams"), "attn_res") | dict.fromkeys(("03_log", "03_overlay"), "log")
 
 
 def make(
     names: Sequence[str] = (), capture: str | os.PathLike | None = None, log: str | os.PathLike | None = None
 ) -> Iterator[tuple[str, Made]]:
-    """Yield (name, (figure, frame)) for each name, all if none is given.
+    """Yield (name, (figure, frame)) for each name; if none is given, all, or all of the capture and the log that are given.
 
     Raises BadInput for an unknown name or an input that does not fit.
     """
     unknown = [n for n in names if n not in FIGURES]
     if unknown:
         raise BadInput(f"figure {unknown[0]!r} is not one of {', '.join(FIGURES)}")
-    given = Inputs(SHIPPED if capture is None else Path(capture), None if log is None else Path(log))
+    given = Inputs(None if capture is None else Path(capture), None if log is None else Path(log))
+    kinds = ([Capture.load(capture).kind] if capture is not None else []) + (["log"] if log is not None else [])
     for name in dict.fromkeys(names) if names else FIGURES:
-        yield name, FIGURES[name][1](given)
+        if names or not kinds or OF.get(name) in kinds:
+            yield name, FIGURES[name][1](given)

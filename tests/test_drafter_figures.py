@@ -131,8 +131,9 @@ def test_survival_curves_overall_and_by_domain(counts, overall, tmp_path):
     fig, frame = drafter_figures.survival_figure(by_domain, "what ran", "conditional", offset=1)
     kept(fig, frame, tmp_path)
     assert len(fig.axes) == 4
-    first = frame[(frame["position"] == 0) & (frame["drafter"] == "prefix") & (frame["stream"] == "prefix")]["value"]
-    assert f"{first.min():.2f} to {first.max():.2f} fed prefix" in title(fig).split("prefix drafter")[1]
+    behind = frame[(frame["position"] > 0) & (frame["drafter"] == "prefix") & (frame["stream"] == "prefix")]["value"]
+    assert title(fig).startswith("A draft behind accepted ones is accepted")
+    assert f"{behind.min():.2f} to {behind.max():.2f} fed prefix" in title(fig).split("prefix drafter")[1]
 
 
 def test_subsets_are_not_drawn_over_each_other(overall):
@@ -262,3 +263,18 @@ def test_log_as_the_reader_returns_it(tmp_path):
 def test_frames_of_another_kind_are_refused(draw, frame, message):
     with pytest.raises(BadInput, match=message):
         draw(frame, "x")
+
+
+def test_a_comparison_of_streams_is_drawn_as_taps_after_layers():
+    """Layer ids of attn_res.streams are one higher than the layer that the tap is after; the embedding has no tap."""
+    compared = pd.DataFrame({
+        "layer": [0, 1, 2], "tokens": 4, "blocks": [0, 1, 1], "cosine": [1.0, 0.5, 0.75], "cosine_p05": 0.1, "cosine_p50": 0.5,
+        "cosine_p95": 0.9, "norm_ratio": [1.0, 2.0, 3.0], "weight_0": [np.nan, 0.75, 0.25], "weight_prefix": [1.0, 0.25, 0.75],
+    })  # fmt: skip
+    weights = drafter_figures.weights_frame(compared)
+    assert weights.index.tolist() == [0, 1]
+    assert weights.columns.tolist() == ["block 0", "prefix"]
+    assert drafter_figures.weights_figure(weights, "what ran")[1]["block 0"].tolist() == [0.75, 0.25]
+    streams = drafter_figures.streams_frame(compared)
+    assert streams[["layer", "cosine", "norm_ratio"]].to_numpy().tolist() == [[0, 0.5, 2.0], [1, 0.75, 3.0]]
+    assert "after layer 0 (cosine 0.50)" in title(drafter_figures.streams_figure(streams, "what ran")[0])
