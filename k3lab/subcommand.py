@@ -44,6 +44,8 @@ def write_files(folder: str | os.PathLike, files: dict[str, str]) -> list[Path]:
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if taken := [name for name in files if (folder / name).is_dir()]:
+            raise BadInput(f"{folder / taken[0]}: is a folder where a file is to be written; remove it or choose another folder")
         with tempfile.TemporaryDirectory(dir=folder, prefix=".k3lab.") as work:
             for name, text in files.items():
                 Path(work, name).write_text(text, encoding="utf-8")

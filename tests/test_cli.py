@@ -414,3 +414,10 @@ def test_every_figure_of_a_notebook_can_be_made_from_the_command_line():
     """Names are the same in notebooks and in the pack."""
     exported = {n for f in (ROOT / "notebooks").glob("*.py") for n in re.findall(r'figures\.export\([^"]*"(\w+)"', f.read_text())}
     assert exported <= set(figure_pack.FIGURES)
+
+
+def test_a_folder_in_the_way_of_a_report_leaves_none_of_its_files(capsys, captures, tmp_path):
+    """All files of --out or none: the first is not renamed before the second is known to have a place."""
+    (tmp_path / "k3lab-check.json").mkdir()
+    assert_bad_input(run(capsys, "check", captures / "ok.safetensors", "--out", tmp_path), "k3lab-check.json", "folder")
+    assert [p.name for p in tmp_path.iterdir()] == ["k3lab-check.json"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from k3lab.drafter import counts, dflash
@@ -351,3 +352,25 @@ def test_a_target_too_shallow_for_the_taps_is_refused(script, tmp_path):
     with pytest.raises(BadInput, match="5 layers, but taps"):
         script.run(script.RECIPES["full"], "full", "cpu", [0], tmp_path / "small.safetensors", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("key", "value"), [("mlp_width", 2**40), ("layers", 10**9), ("block", 2**40), ("heads", "2")])
+def test_a_drafter_larger_than_its_file_is_refused_before_it_takes_memory(tmp_path, drafter, key, value):
+    path, _ = saved(tmp_path, drafter)
+    with safe_open(path, framework="pt") as f:
+        about = f.metadata()
+    about["config"] = json.dumps(json.loads(about["config"]) | {key: value})
+    save_file(load_file(path), tmp_path / "odd", metadata=about)
+    with pytest.raises(BadInput, match=r"fit|malformed"):
+        dflash.load(tmp_path / "odd")
+
+
+@pytest.mark.parametrize(
+    "change", [{"prompt_len": -1}, {"new_tokens": "3"}, {"domain": ["code"]}, {"prompt_len": 10**9}, {"domain": [1, 2]}]
+)
+def test_prompts_whose_sizes_do_not_fit_are_refused(tmp_path, change):
+    sizes = {"prompt_len": 2, "new_tokens": 3, "domain": ["code", "text"]} | change
+    about = {"format": counts.PROMPTS_FORMAT, "prompts": json.dumps(sizes)}
+    save_file({"tokens": torch.zeros(2, 8, dtype=torch.int16)}, tmp_path / "p", metadata=about)
+    with pytest.raises(BadInput, match="not a readable file of prompts"):
+        counts.load_prompts(tmp_path / "p")

@@ -361,6 +361,45 @@ def test_bad_files_name_themselves(tmp_path):
         load_kernel(path)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "v_add_u32_e32 v1", "s_add_u32 s0", "ds_read_b128 v[0:3]", "ds_read_b32 v0, v1 offset:x", "ds_bpermute_b32 v0",
+        "s_load_dwordx4 s[4:7]",
+        "v_mov_b32_e32 v999, 0", "v_bitop3_b32 v0, v1, v2, v3 bitop3:x", "global_load_lds_dwordx4 v1", "v_mad_u64_u32 v0, vcc",
+        "buffer_load_dwordx4 v0 lds", "v_add_u32_e32 v1, , v2", f"s_mov_b32 s0, {'9' * 5000}", f"v_mov_b32_e32 v0, v{'9' * 5000}",
+    ],
+)  # fmt: skip
+def test_operands_that_an_instruction_does_not_have_are_refused_by_line(line):
+    """No compiler writes them; a damaged file has them."""
+    with pytest.raises(Unsupported, match="line 5"):
+        run(kernel(f"\t{line}\n"), Input("here"))
+
+
+@pytest.mark.parametrize(
+    "text", ['{"num_warps": [4]}', '{"num_warps": "4"}', '{"shared": {}}', '{"shared": -1}', "[" * 100_000, '{"shared": ' + "9" * 5000 + "}"]
+)
+def test_launch_metadata_of_another_type_is_refused(tmp_path, text):
+    (tmp_path / "k.amdgcn").write_text(HEAD + COPY + TAIL)
+    (tmp_path / "k.json").write_text(text)
+    with pytest.raises(BadInput, match=r"k\.(json|amdgcn)"):
+        load_kernel(tmp_path / "k.amdgcn")
+
+
+def test_numbers_and_texts_that_cannot_be_read_are_refused(tmp_path):
+    with pytest.raises(BadInput, match="a number of the descriptor"):
+        kernel(COPY + f"\t.amdhsa_x {'9' * 5000}\n")
+    (tmp_path / "k.amdgcn").write_text(HEAD + COPY + TAIL)
+    (tmp_path / "k.ttgir").write_bytes(b"\xff\xfe")
+    with pytest.raises(BadInput, match="cannot be read as text"):
+        load_kernel(tmp_path / "k.amdgcn")
+    with pytest.raises(BadInput, match="no i32"):
+        run(kernel(COPY, TTGIR.replace("<bf16>", "<i32>", 1)), Input("here", buffers={"v": [2**40]}))
+    (tmp_path / "in.json").write_text("[" * 100_000)
+    with pytest.raises(BadInput, match=r"in\.json"):
+        read_input(tmp_path / "in.json")
+
+
 def test_bad_inputs_name_themselves(tmp_path):
     k = kernel(COPY, TTGIR)
     with pytest.raises(BadInput, match="'middling'"):

@@ -365,3 +365,9 @@ def test_fifty_megabytes_in_seconds(tmp_path):
     assert time.process_time() - began < 8
     assert len(findings) == log.stat().st_size // len(block)
     assert unread.empty
+
+
+def test_json_nested_beyond_reading_is_not_understood(tmp_path):
+    (tmp_path / "a.autotune.json").write_text("[" * 100_000)
+    _, unread = lint([tmp_path / "a.autotune.json"])
+    assert "not JSON" in unread["reason"][0]

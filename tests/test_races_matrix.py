@@ -232,3 +232,12 @@ def test_races_takes_its_types_from_a_capture(tmp_path, capsys):
     signature = ("--signature", '{"N": 64}')
     assert command("races", f"{source}:scale", "--capture", str(recorded), *signature, *common) == 0
     assert [r["verdict"] for r in json.loads(capsys.readouterr().out)["rows"]] == ["ordered"]
+
+
+@pytest.mark.parametrize("change", [{"triton": ["3.6.0"]}, {"warps": "2"}, {"pointer_range": 1}, {"verdict": "fine"}, {"verdict": {}}, "["])
+def test_a_journal_row_with_a_value_of_another_type_is_refused_by_line(tmp_path, change):
+    row = read_journal(DATA)[0]
+    text = "[" * 100_000 if change == "[" else json.dumps(row | change)
+    (tmp_path / "m.jsonl").write_text(f"{json.dumps(row)}\n{text}\n")
+    with pytest.raises(BadInput, match="line 2"):
+        read_journal(tmp_path / "m.jsonl")

@@ -476,3 +476,21 @@ def test_sweep_and_matrix_run_on_a_dask_cluster(fast, tmp_path):
     assert len({r["pid"] for r in rows}) == 4
     assert sorted(r["key"] for r in read_journal(journal)) == sorted(r["key"] for r in rows)
     assert dict(zip(matrix["stages"], matrix["verdict"], strict=True)) == {2: "ordered", 4: "race"}
+
+
+@pytest.mark.parametrize(
+    "change", [{"hashes": []}, {"hashes": [["a"]]}, {"distinct": {}}, {"outputs": {"u": {"error": "x"}}}, {"hashes": None}, {"runs": []}]
+)
+def test_rows_that_no_sweep_wrote_are_refused(tmp_path, change):
+    """A journal that was edited: an error of its own, when it is read or when it is judged."""
+    row = next(r for r in read_journal(Path(__file__).parents[1] / "data" / "race_sweep.jsonl") if r["status"] == "ok" and "hashes" in r)
+    (tmp_path / "s.jsonl").write_text(json.dumps(row | change) + "\n")
+    with pytest.raises(BadInput, match="of a sweep"):
+        verdicts.judge(read_journal(tmp_path / "s.jsonl"))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"key": {}}'])
+def test_a_journal_line_that_is_no_row_is_refused(tmp_path, text):
+    (tmp_path / "s.jsonl").write_text(text + "\n")
+    with pytest.raises(BadInput, match="line 1"):
+        read_journal(tmp_path / "s.jsonl")

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from k3lab.capture import Capture
 from k3lab.errors import BadInput
 from k3lab.kda.reference import recurrent_kda
 from k3lab.testing import assert_within_budget, low_precision_reference
-from k3lab.tiny import data, model, serving
+from k3lab.tiny import accuracy, data, model, serving
 from k3lab.tiny.batch import Batch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -324,3 +325,31 @@ def test_accuracy_expectation():
 def test_serve_refuses_what_it_cannot_do(wrong, named):
     with pytest.raises(BadInput, match=rf"^{named}:"):
         serving.serve(model.TinyK3(model.SMALL), [torch.tensor([1, 2])], **wrong)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "why"),
+    [({"hidden": 2**20}, "more elements than the file"), ({"num_layers": 10**9}, "layers of"), ({"head_dim": -1}, "do not fit"),
+     ({"num_heads": "2"}, "do not fit"), ({"full_attn_every": 0}, "do not fit"), ({"colour": 1}, "do not fit")],
+)  # fmt: skip
+def test_a_configuration_that_is_not_the_files_is_refused_before_it_takes_memory(tmp_path, sizes, why):
+    config = json.loads(model.SMALL.to_json())
+    config["shapes"] |= sizes
+    net = model.TinyK3(model.SMALL)
+    tensors = {name: x.contiguous() for name, x in net.state_dict().items()}
+    save_file(tensors, tmp_path / "w.safetensors", {"format": model.FORMAT, "config": json.dumps(config)})
+    with pytest.raises(BadInput, match=why):
+        model.load(tmp_path / "w.safetensors")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"correct": 5, "total": 4}, {"total": 0}, {"correct": {}}, {"p": "x"}, {"p": 2}, {"route": []}, {"expected_correct": None},
+     {"exposures_per_request": {"median": "many"}}, {"correct": -1}, {"total": 10**400}],
+)  # fmt: skip
+def test_an_accuracy_record_with_impossible_counts_is_refused(tmp_path, change):
+    record = json.loads((ROOT / "data" / "accuracy.json").read_text())
+    record["rows"][0] |= change
+    (tmp_path / "a.json").write_text(json.dumps(record))
+    with pytest.raises(BadInput, match="not an accuracy record"):
+        accuracy.load(tmp_path / "a.json")

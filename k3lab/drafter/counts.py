@@ -58,8 +58,14 @@ def load_prompts(path: str | os.PathLike) -> Prompts:
             meta = f.metadata() or {}
             if meta.get("format") != PROMPTS_FORMAT:
                 raise BadInput(f"{path}: metadata format is {meta.get('format')!r}, expected {PROMPTS_FORMAT!r}")
-            return Prompts(f.get_tensor("tokens").long(), **json.loads(meta["prompts"]))
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as e:
+            prompts = Prompts(f.get_tensor("tokens").long(), **json.loads(meta["prompts"]))
+        sizes, domain = (prompts.prompt_len, prompts.new_tokens), prompts.domain
+        if not all(type(n) is int and n > 0 for n in sizes) or prompts.tokens.dim() != 2 or sum(sizes) > prompts.tokens.shape[1]:
+            raise ValueError(f"prompts of {str(sizes)[:80]} tokens in {list(prompts.tokens.shape)}")
+        if not isinstance(domain, list) or len(domain) != len(prompts.tokens) or not all(isinstance(d, str) for d in domain):
+            raise ValueError(f"domain names {len(prompts.tokens)} prompts: {str(domain)[:80]}")
+        return prompts
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError, RecursionError, AttributeError) as e:
         raise BadInput(f"{path}: not a readable file of prompts ({e!r}); make one with data/train_drafters.py") from e
 
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from k3lab.errors import BadInput
 from k3lab.provenance import sha256
-from k3lab.tiny.model import MASK, Mlp, RmsNorm, TinyK3
+from k3lab.tiny.model import MASK, Mlp, NoLargerThan, RmsNorm, TinyK3
 
 FORMAT = "k3lab-dflash-1"
 STREAMS = ("prefix", "mixture")
@@ -190,7 +190,7 @@ def load(
         with safe_open(path, framework="pt") as f:
             meta = f.metadata() or {}
             tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (safe_open is not a dict)
-    except (SafetensorError, OSError) as e:
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as e:
         raise BadInput(f"{path}: not a readable safetensors file ({e}); {REMAKE}") from e
     if meta.get("format") != FORMAT:
         raise BadInput(f"{path}: metadata format is {meta.get('format')!r}, expected {FORMAT!r}; {REMAKE}")
@@ -198,7 +198,7 @@ def load(
         sizes = json.loads(meta["config"])
         config = DFlashConfig(**{**sizes, "taps": tuple(sizes["taps"])})
         origin = Origin(meta["stream"], int(meta["seed"]), meta["target_sha256"])
-    except (KeyError, TypeError, ValueError) as e:
+    except (KeyError, TypeError, ValueError, RecursionError) as e:
         raise BadInput(f"{path}: configuration or origin missing or malformed in the metadata ({e!r}); {REMAKE}") from e
     if origin.stream not in STREAMS:
         raise BadInput(f"{path}: trained on stream {origin.stream!r}, not one of {STREAMS}; {REMAKE}")
@@ -207,10 +207,13 @@ def load(
             f"{path}: trained on the target with sha256 {origin.target_sha256[:16]}…, but {target} has {sha256(target)[:16]}…; "
             "use that target, or train the drafter again with data/train_drafters.py"
         )
-    drafter = DFlash(config)
     try:
+        if config.layers > len(tensors):
+            raise ValueError(f"{config.layers} layers of {len(tensors)} tensors")
+        with NoLargerThan(tensors):
+            drafter = DFlash(config)
         drafter.load_state_dict(tensors)
-    except RuntimeError as e:
-        raise BadInput(f"{path}: tensors do not fit the configuration in its metadata: {e}") from e
+    except (TypeError, ValueError, RuntimeError, ArithmeticError) as e:
+        raise BadInput(f"{path}: tensors do not fit the configuration in its metadata: {type(e).__name__}: {e}") from e
     drafter.origin = origin
     return drafter.to(device=device, dtype=dtype).eval().requires_grad_(False)

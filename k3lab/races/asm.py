@@ -68,6 +68,8 @@ def _instruction(index: int, line: int, source: str, text: str) -> Instruction:
         return Instruction(index, op, (), mods, line, source, text)
     operands, mods = [], {}
     for part in re.split(r",\s*(?![^\[(]*[\])])", rest) if rest else []:
+        if not part.strip():
+            raise ValueError("an operand is missing")
         first, *others = part.split()
         operands.append(_operand(first))
         for word in others:
@@ -86,10 +88,13 @@ def parse(text: str, where: str = "assembly") -> Program:
         raise BadInput(f"{where}: holds {len(names)} kernels ({', '.join(names)}); pass one kernel per file")
     if not target[1].startswith("gfx9"):
         raise Unsupported(f"{where}: target {target[1]}; the analysis knows gfx9 (CDNA: gfx90a, gfx942, gfx950) alone")
-    descriptor = {k: int(v) for k, v in re.findall(r"\.amdhsa_(\w+) (\d+)\s*$", text, re.M)}
-    args = tuple(
-        (int(o), int(s), k) for o, s, k in re.findall(r"\.offset:\s+(\d+)\s+\.size:\s+(\d+)\s+\.value_kind:\s+(\w+)", text)
-    )  # fmt: skip
+    try:
+        descriptor = {k: int(v) for k, v in re.findall(r"\.amdhsa_(\w+) (\d+)\s*$", text, re.M)}
+        args = tuple(
+            (int(o), int(s), k) for o, s, k in re.findall(r"\.offset:\s+(\d+)\s+\.size:\s+(\d+)\s+\.value_kind:\s+(\w+)", text)
+        )  # fmt: skip
+    except ValueError as error:  # more digits than Python reads
+        raise BadInput(f"{where}: kernel {names[0]}: a number of the descriptor or of .args is none: {error}") from None
     instructions, labels, files, source, inside = [], {}, {}, "?", False
     for number, raw in enumerate(text.split("\n"), 1):
         line = raw.partition(";")[0].rstrip()
@@ -108,7 +113,11 @@ def parse(text: str, where: str = "assembly") -> Program:
                 inside = False
             labels[m[1]] = len(instructions)
         elif inside and re.match(r"\s*[a-z]", line):  # inline assembly may start in column 0
-            instructions.append(_instruction(len(instructions), number, source, " ".join(line.split())))
+            words = " ".join(line.split())
+            try:
+                instructions.append(_instruction(len(instructions), number, source, words))
+            except ValueError as error:
+                raise Unsupported(f"{where}: line {number}: {words[:200]}: {error}") from None
     if not instructions:
         raise BadInput(f"{where}: kernel {names[0]} has no instructions")
     return Program(names[0], target[1], instructions, labels, args, descriptor)

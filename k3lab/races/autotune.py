@@ -240,7 +240,7 @@ def _read_json(path: Path, reading: Reading, named: bool) -> None:
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
         data = json.loads(text)  # Python reads Infinity, which is not strict JSON and which Triton writes for failed configs
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         line = getattr(error, "lineno", 0)
         reading.refuse(str(path), line, f"not JSON: {error}")
         return

@@ -221,8 +221,8 @@ def _signature(text: str | None) -> dict:
         return {}
     try:
         value = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
-    except (OSError, ValueError) as error:
-        raise BadInput(f"--signature {text}: neither a JSON object nor a file with one: {error}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise BadInput(f"--signature {text[:200]}: neither a JSON object nor a file with one: {error}") from None
     if not isinstance(value, dict):
         raise BadInput(f"--signature {text}: expected a JSON object of argument names")
     return value

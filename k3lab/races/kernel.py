@@ -2,6 +2,7 @@
 
 import json
 import re
+import reprlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,27 +52,31 @@ def load_kernel(path: str | Path) -> Kernel:
     """Kernel from a .amdgcn file, its .ttgir and .json (Triton's launch metadata) read beside it where they exist."""
     path = Path(path)
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
+        ttgir = path.with_suffix(".ttgir")
+        types = ttgir.read_text(encoding="utf-8") if ttgir.is_file() else ""
     except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path}: cannot be read as text: {error}") from None
-    ttgir = path.with_suffix(".ttgir")
+        raise BadInput(f"{path}: it, or the .ttgir beside it, cannot be read as text: {error}") from None
     meta = path.with_suffix(".json")
     metadata = {}
     if meta.is_file():
         try:
-            metadata = json.loads(meta.read_text())
-        except ValueError as error:
+            metadata = json.loads(meta.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
             raise BadInput(f"{meta}: launch metadata is not JSON: {error}") from None
         if not isinstance(metadata, dict):
             raise BadInput(f"{meta}: launch metadata is not a JSON object")
-    return make_kernel(text, ttgir.read_text() if ttgir.is_file() else "", metadata, str(path))
+    return make_kernel(text, types, metadata, str(path))
 
 
 def make_kernel(amdgcn: str, ttgir: str = "", metadata: dict | None = None, where: str = "assembly") -> Kernel:
     """Kernel from texts; warps come from the metadata or, without it, from the workgroup size in the assembly."""
     metadata = metadata or {}
+    for key in ("num_warps", "shared"):
+        if metadata.get(key) is not None and (type(metadata[key]) is not int or metadata[key] < 0):
+            raise BadInput(f"{where}: launch metadata: {key} is {reprlib.repr(metadata[key])}, expected a whole number")
     program = parse(amdgcn, where)
-    size = re.search(r"\.max_flat_workgroup_size:\s+(\d+)", amdgcn)
+    size = re.search(r"\.max_flat_workgroup_size:\s+(\d{1,9})\b", amdgcn)
     warps = metadata.get("num_warps") or (int(size[1]) // 64 if size else 0)
     if not 1 <= warps <= 16:
         raise BadInput(f"{where}: {warps} waves of 64 per workgroup; expected 1 to 16 (num_warps or .max_flat_workgroup_size)")
@@ -101,7 +106,10 @@ def make_memory(kernel: Kernel, given: Input) -> Memory:
         pointee = re.sub(r"!tt\.ptr<(\w+).*", r"\1", kinds.get(name) or "!tt.ptr<i32>")  # no TTGIR: cu_seqlens as engines pass it
         if pointee not in INTEGERS:
             raise BadInput(f"input {given.name}: buffer {name!r} has element type {pointee}; only integers are given")
-        buffers[name] = np.asarray(values, dtype=INTEGERS[pointee])
+        try:
+            buffers[name] = np.asarray(values, dtype=INTEGERS[pointee])
+        except OverflowError as error:
+            raise BadInput(f"input {given.name}: buffer {name!r} holds a number that is no {pointee}: {error}") from None
     for name in given.scalars:
         if name not in names:
             raise BadInput(f"input {given.name}: scalar {name!r} is not an argument of {kernel.program.name}: {', '.join(names)}")
@@ -140,19 +148,19 @@ def standard_input(kernel: Kernel, name: str) -> Input:
 def read_input(path: str | Path) -> Input:
     """Input from JSON: {"name": …, "buffers": {argument: [integers]}, "scalars": {argument: integer}, "workgroup": [x, y, z]}."""
     try:
-        data = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise BadInput(f"{path}: not a JSON input: {error}") from None
     if not isinstance(data, dict) or set(data) - {"name", "buffers", "scalars", "workgroup"}:
         raise BadInput(f"{path}: expected an object with the keys name, buffers, scalars, workgroup")
     workgroup = data.get("workgroup", [0, 0, 0])
     if not isinstance(workgroup, list) or len(workgroup) != 3 or not all(type(x) is int for x in workgroup):
-        raise BadInput(f"{path}: workgroup is {workgroup!r}, expected three integers")
+        raise BadInput(f"{path}: workgroup is {reprlib.repr(workgroup)}, expected three integers")
     buffers, scalars = data.get("buffers", {}), data.get("scalars", {})
     if not isinstance(buffers, dict) or not all(isinstance(v, list) and all(type(x) is int for x in v) for v in buffers.values()):
-        raise BadInput(f"{path}: buffers is {buffers!r}, expected argument name to list of integers")
+        raise BadInput(f"{path}: buffers is {reprlib.repr(buffers)}, expected argument name to list of integers")
     if not isinstance(scalars, dict) or not all(type(x) is int for x in scalars.values()):
-        raise BadInput(f"{path}: scalars is {scalars!r}, expected argument name to integer")
+        raise BadInput(f"{path}: scalars is {reprlib.repr(scalars)}, expected argument name to integer")
     return Input(str(data.get("name", Path(path).stem)), buffers, scalars, tuple(workgroup))
 
 

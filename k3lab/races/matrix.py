@@ -7,6 +7,7 @@ the tasks are pure functions run through joblib (local processes, or whatever jo
 import itertools
 import json
 import os
+import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -27,6 +28,7 @@ CONFIGS = tuple((w, s) for w in (2, 4, 8) for s in (2, 3, 4))
 ASYNC = {True: "on", False: "off", None: "default"}
 VERDICTS = ("ordered", "uninitialised", "race", "error")  # the position is the level of the heat-map
 KEYS = ("kernel", "triton", "target", "pointer_range", "async", "padding", "warps", "stages", "input")
+TYPES = {"pointer_range": bool, "warps": int, "stages": int}  # of KEYS; the others are texts
 
 
 def matrix_builds(
@@ -144,11 +146,14 @@ def _rows(path: Path, text: str) -> Iterator[dict]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadInput(f"{path}, line {number}: not JSON: {error}") from None
         lacks = {*KEYS, "verdict"} - set(row) if isinstance(row, dict) else {"a JSON object"}
         if lacks:
             raise BadInput(f"{path}, line {number}: not a row of a race matrix; it lacks {', '.join(sorted(lacks))}")
+        wrong = [k for k in KEYS if type(row[k]) is not TYPES.get(k, str)] + ["verdict"] * (row["verdict"] not in VERDICTS)
+        if wrong:
+            raise BadInput(f"{path}, line {number}: not a row of a race matrix: {wrong[0]} is {reprlib.repr(row[wrong[0]])}")
         yield row
 
 

@@ -302,11 +302,13 @@ def read_journal(path: str | Path) -> list[dict]:
     for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadInput(f"{path}, line {number}: not JSON: {error}") from None
         lacks = [k for k in NEEDS if k not in row] if isinstance(row, dict) else ["everything"]
         if lacks:
             raise BadInput(f"{path}, line {number}: not a row of a sweep; it lacks {', '.join(lacks)}")
+        if wrong := [k for k in NEEDS if not isinstance(row[k], {"config": dict, "runs": int}.get(k, str))]:
+            raise BadInput(f"{path}, line {number}: not a row of a sweep: {wrong[0]} is {str(row[wrong[0]])[:80]!r}")
         if row["key"] in rows and rows[row["key"]]["status"] != SKIPPED:
             raise BadInput(f"{path}, line {number}: the row of line key {row['key']} is there twice")
         rows[row["key"]] = row

@@ -49,7 +49,17 @@ def judge(rows: Iterable[Mapping]) -> pd.DataFrame:
     excluded_rate  of these runs, see there; None unless every one of them gave the same right bits
     distinct, deviating, differing, big, nonfinite, outside, first_diff, error, budget: at the worse fill
     racecheck  compute-sanitizer's verdict on the same kernel, config and input, where it was asked
+    Raises BadInput for rows that a sweep did not write.
     """
+    try:
+        return _judged(rows)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise BadInput(
+            f"rows of a sweep: not as races.sweep writes them ({type(error).__name__}: {error}); make the journal again"
+        ) from error
+
+
+def _judged(rows: Iterable[Mapping]) -> pd.DataFrame:
     groups: dict[tuple, list[Mapping]] = {}
     checks: dict[tuple, str] = {}
     for r in rows:

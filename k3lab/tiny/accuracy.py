@@ -27,7 +27,9 @@ def load(path: str | PathLike) -> pd.DataFrame:
     Raises BadInput if the file is not such a record.
     """
     try:
-        record = json.loads(Path(path).read_text())
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+        for r in record["rows"]:
+            _check(r)
         rows = pd.DataFrame(
             [
                 {
@@ -38,7 +40,8 @@ def load(path: str | PathLike) -> pd.DataFrame:
                 for r in record["rows"]
             ]
         )  # fmt: skip
-        rows["correct"].sum()
+        if rows.empty:
+            raise ValueError("no rows")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
         raise BadInput(
             f"{path}: not an accuracy record of data/measure_accuracy.py ({type(e).__name__}: {e}); make it with that script"
@@ -52,6 +55,22 @@ def load(path: str | PathLike) -> pd.DataFrame:
     frame["expected"] /= frame["total"]
     frame[["low", "high"]] = [wilson(c, t) for c, t in zip(frame["correct"], frame["total"], strict=True)]
     return frame
+
+
+def _check(row: dict) -> None:
+    """Raise ValueError for a row whose counts or rates are none."""
+    p, correct, total = row["p"], row["correct"], row["total"]
+    if not isinstance(row["route"], str) or not (p is None or (_is_number(p) and 0 <= p <= 1)):
+        raise ValueError(f"route {str(row['route'])[:40]!r} with p {str(p)[:40]}")
+    if type(correct) is not int or type(total) is not int or not 0 <= correct <= total or not 0 < total < 2**53:
+        raise ValueError(f"{str(correct)[:40]} correct of {str(total)[:40]}")
+    numbers = row["expected_correct"], row["exposures_per_request"]["median"]
+    if not all(_is_number(x) and 0 <= x < 2**53 for x in numbers):
+        raise ValueError(f"expected_correct or the median of exposures is none: {str(numbers)[:80]}")
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool)
 
 
 def p_of_ratio(frame: pd.DataFrame, route: str, ratio: float) -> float:

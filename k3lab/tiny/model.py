@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from k3lab.errors import BadInput
 from k3lab.kda.call import KdaCall
@@ -386,19 +387,38 @@ def save(model: TinyK3, path: str | os.PathLike, metadata: dict[str, str] | None
     os.replace(part, path)
 
 
+class NoLargerThan(TorchFunctionMode):
+    """Within it a model of more elements than the file's tensors raises ValueError: its configuration is not that of the file."""
+
+    def __init__(self, tensors: dict[str, Tensor]):
+        super().__init__()
+        self.left = sum(x.numel() for x in tensors.values())
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (torch.empty, torch.ones, torch.zeros, torch.randn):
+            self.left -= math.prod(args[0] if isinstance(args[0], tuple | list) else args)
+            if self.left < 0:
+                raise ValueError("it has more elements than the file")
+        return func(*args, **(kwargs or {}))
+
+
 def load(path: str | os.PathLike, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> TinyK3:
     """The model in `path`, computing in dtype (float32 or float64). Raises BadInput for a file that is not one of ours."""
     try:
         with safe_open(path, framework="pt") as f:
             meta = f.metadata() or {}
             tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (safe_open is not a dict)
-    except (SafetensorError, OSError) as e:
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as e:
         raise BadInput(f"{path}: not a readable safetensors file ({e}); make one with data/train_tiny_k3.py") from e
     if meta.get("format") != FORMAT:
         raise BadInput(f"{path}: metadata format is {meta.get('format')!r}, expected {FORMAT!r}; make one with data/train_tiny_k3.py")
-    model = TinyK3(TinyConfig.from_json(meta["config"]))
     try:
+        config = TinyConfig.from_json(meta["config"])
+        if not 0 < config.shapes.num_layers <= len(tensors):
+            raise ValueError(f"{config.shapes.num_layers} layers of {len(tensors)} tensors")
+        with NoLargerThan(tensors):
+            model = TinyK3(config)
         model.load_state_dict(tensors)
-    except RuntimeError as e:
-        raise BadInput(f"{path}: tensors do not fit the configuration in its metadata: {e}") from e
+    except (KeyError, TypeError, ValueError, RuntimeError, RecursionError, ArithmeticError, AttributeError) as e:
+        raise BadInput(f"{path}: tensors do not fit the configuration in its metadata: {type(e).__name__}: {e}") from e
     return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
