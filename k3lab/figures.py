@@ -263,5 +263,3 @@ def _grey(color: object) -> float:
     r, g, b = matplotlib.colors.to_rgb(color)
     return 0.2126 * r + 0.7152 * g + 0.0722 * b
 
-
-save = export

@@ -19,12 +19,13 @@
 #
 # **Answer in four lines.**
 # 1. The chunk kernel works on tiles of 64 token rows. Rows past the end of a sequence are loaded masked, and a masked load
-#    without a fill value is *undefined* in Triton.
+#    without a fill value is *undefined* in Triton. [2](#2-·-The-mixed-batch,-as-the-chunk-kernel-sees-it)
 # 2. The arithmetic hides an undefined row as long as it is finite, because every such row meets a zero. `0 * NaN` is NaN.
+#    [5](#5-·-Which-lengths-are-hit)
 # 3. If the row is NaN, the first stage to break is `recompute_w_u` at length 1 and `inverse` at most other lengths; the state
-#    of that sequence is lost for good. Its neighbours are untouched.
+#    of that sequence is lost for good. Its neighbours are untouched. [6](#6-·-Where-it-enters,-and-what-it-takes)
 # 4. Splitting the batch saves the decodes. A prefill with a ragged last chunk stays exposed. Zero-filling the masked rows
-#    closes both.
+#    closes both. [3](#3-·-The-replay,-by-both-routes)
 #
 # The cells run on a CPU, on activations of a small trained model of the Kimi-K3 architecture (trained on an H200; so were the
 # chunk_all counts of section 8). Undefined rows are *set* to NaN. What that does and does not prove is said at the end.
@@ -100,7 +101,7 @@ display(Markdown(figures.markdown_table(published)))
 
 # %%
 fig, tiles = nan_figures.tiles_figure(call)
-figures.save(fig, tiles, "01_tiles")
+figures.export(fig, tiles, "01_tiles")
 fig
 
 # %%
@@ -122,7 +123,7 @@ for route in ("chunk_all", fixed):
 # %%
 outcome = nan_figures.routes_frame(call, ("chunk_all", fixed))
 fig = nan_figures.routes_figure(outcome, f"{os.path.basename(path)}, {call.num_sequences} sequences, {call.q.dtype}")
-figures.save(fig, outcome, "01_routes")
+figures.export(fig, outcome, "01_routes")
 fig
 
 # %%
@@ -190,7 +191,7 @@ assert seen["exposed"]["split"]["sequences"] == [5, 7]
 # %%
 lengths = nonfinite.length_map(range(1, 131))
 fig = nan_figures.length_map_figure(lengths)
-figures.save(fig, lengths, "01_length_map")
+figures.export(fig, lengths, "01_length_map")
 fig
 
 # %%
@@ -218,7 +219,7 @@ if nan_figures.chunked(call, "chunk_all"):
     first_decode = nan_figures.provenance_frame(call, "chunk_all", "nan", shortest)
     ran = f"{os.path.basename(path)}, route chunk_all, padding nan"
     fig = nan_figures.provenance_figure(first_decode, shortest, int(call.lengths[shortest]), ran)
-    figures.save(fig, first_decode, "01_provenance_decode")
+    figures.export(fig, first_decode, "01_provenance_decode")
 else:
     print("no sequence of this capture goes through the chunk kernel")
 fig
@@ -233,7 +234,7 @@ if nan_figures.chunked(call, fixed):
     prefill = nan_figures.provenance_frame(call, fixed, "nan", longest)
     ran = f"{os.path.basename(path)}, route {fixed}, padding nan"
     fig = nan_figures.provenance_figure(prefill, longest, int(call.lengths[longest]), ran)
-    figures.save(fig, prefill, "01_provenance_prefill")
+    figures.export(fig, prefill, "01_provenance_prefill")
 else:
     print(f"no sequence of this capture goes through the chunk kernel by {fixed}: it has no prefill")
 fig
@@ -405,7 +406,7 @@ fig = nan_figures.accuracy_figure(
     {"PR 50649, gsm8k with the fix": drop["PR"], "before": drop["before"]},
     p_drop,
 )
-figures.save(fig, curve, "01_accuracy")
+figures.export(fig, curve, "01_accuracy")
 fig
 
 # %%

@@ -19,13 +19,14 @@
 #
 # **Answer in four lines.**
 # 1. Compiled for gfx950 with asynchronous copies and without `tt.pointer_range`, every `num_stages=4` config reads a tile from
-#    LDS while the copy that fills it may still be in flight.
+#    LDS while the copy that fills it may still be in flight. [3](#3-·-The-race-card)
 # 2. Triton pipelines three copies for a loop of two iterations and sets its wait to allow for all three. LLVM deletes the third,
-#    whose mask is all false, and the wait then waits for nothing.
+#    whose mask is all false, and the wait then waits for nothing. [4](#4-·-The-assembly,-racy-beside-safe)
 # 3. Triton 3.6.0 to 3.8.0 are affected where both conditions hold, 3.9.0 is not: up to 3.7.1 asynchronous copies must be switched
 #    on, and `tt.pointer_range` is lost only by some launches (section 3). On 3.6.0 and 3.7.1 two `num_stages=3` configs race too, on chunks with
-#    masked rows: length-1 sequences and ragged tails.
+#    masked rows: length-1 sequences and ragged tails. [6](#6-·-Which-Triton-versions)
 # 4. Nothing raises, nothing compares results, and a wait that waits for nothing is fast: timing may well pick it.
+#    [2](#2-·-Why-timing-can-pick-it)
 #
 # **No AMD card was used.** The verdicts are of compiled code: the kernel is cross-compiled, its assembly executed with concrete
 # addresses for all waves of a workgroup, and every pair of LDS accesses to one byte checked for an order. What that rests on,
@@ -116,7 +117,7 @@ gfx950 = matrix[(matrix["target"] == "hip:gfx950") & (matrix["async"] == "on")]
 card_rows = gfx950[(gfx950["triton"] == "3.7.1") & (gfx950["padding"] == "undefined")]
 ran = "recompute_w_u_fwd_kernel, Triton 3.7.1, gfx950, async copy on, masked rows undefined"
 fig, card = race_figures.race_card_figure(card_rows, ran)
-figures.save(fig, card, "02_race_card")
+figures.export(fig, card, "02_race_card")
 fig
 
 # %%
@@ -181,7 +182,7 @@ pair = [race_figures.timeline(w4s4, "full", "w4s4"), race_figures.timeline(w4s2,
 racing = [int(t.frame["racing"].sum()) for t in pair]
 finding = "w4s4 reads copy 0 while it is in flight; w4s2 waits for it first" if racing[0] and not racing[1] else "w4s4 beside w4s2"
 fig, events = race_figures.timelines_figure(pair, finding, ran)
-figures.save(fig, events, "02_assembly")
+figures.export(fig, events, "02_assembly")
 fig
 
 # %%
@@ -232,7 +233,7 @@ pair = [race_figures.timeline(w4s3, "length1", "w4s3"), race_figures.timeline(w4
 racing = [int(t.frame["racing"].sum()) for t in pair]
 finding = "w4s3 at length 1: skipped copies make the wait too weak" if racing[0] and not racing[1] else "w4s3 beside w4s2 at length 1"
 fig, events = race_figures.timelines_figure(pair, finding, ran)
-figures.save(fig, events, "02_assembly_length1")
+figures.export(fig, events, "02_assembly_length1")
 fig
 
 # %%
@@ -254,7 +255,7 @@ if triton.__version__ == "3.7.1":
 left = race_figures.waits_frame(w4s4)
 if len(left):
     fig = race_figures.waits_figure(left, f"w4s4, Triton {triton.__version__}, gfx950, async copy on, pointer_range off")
-    figures.save(fig, left, "02_waits")
+    figures.export(fig, left, "02_waits")
     display(fig)
     display(left.pivot(index="value", columns="input", values="pairs").sort_index(ascending=False))
 if triton.__version__ == "3.7.1":
@@ -274,7 +275,7 @@ if triton.__version__ == "3.7.1":
 # %%
 ran = "recompute_w_u_fwd_kernel, gfx950, async copy on"
 fig, versions = race_figures.versions_figure(gfx950, ran)
-figures.save(fig, versions, "02_versions")
+figures.export(fig, versions, "02_versions")
 fig
 
 # %%
@@ -342,7 +343,7 @@ assert last[last["event"].isin(["copy", "read"])]["racing"].all()
 sweeps = {"w4s2, pointer_range on": mutation_sweep(w4s2_on), "w4s2, off, zero": mutation_sweep(w4s2_zero)}
 counts = race_figures.controls_counts(sweeps)
 fig = race_figures.controls_figure(counts, f"recompute_w_u_fwd_kernel, Triton {triton.__version__}, gfx950, async copy on")
-figures.save(fig, counts, "02_controls")
+figures.export(fig, counts, "02_controls")
 fig
 
 # %% [markdown]
