@@ -103,7 +103,8 @@ def _config(few: bool, hidden: int, itemsize: int, blocks: int) -> dict:
     BD = _power_of_2(hidden)
     BL = min(4 if few else 1, _power_of_2(blocks))
     fit = SHARED_BYTES // (BL * BD * itemsize)  # num_stages tiles in flight take num_stages - 1 buffers
-    return {"BL": BL, "LAST": few, "num_warps": max(1, min(16 if few else 8, BD // 512)), "num_stages": min(3 if few else 4, fit + 1)}
+    # the fastest of a sweep on an H200 at hidden 7168, 8 blocks, bfloat16
+    return {"BL": BL, "LAST": True, "num_warps": max(1, min(8 if few else 4, BD // 512)), "num_stages": min(3 if few else 4, fit + 1)}
 
 
 def _power_of_2(n: int) -> int:
