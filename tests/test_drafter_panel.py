@@ -90,7 +90,7 @@ def test_a_changed_file_is_read_again(summary, tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"drafter": "x"}, "mixture, prefix"), ({"domain": "x"}, "all, code"), ({"stream": "zeros", "offset": 1}, r"zeros \+1 was not counted"),
+        ({"drafter": "x"}, "mixture, prefix"), ({"domain": "x"}, "all, code"), ({"stream": "zeros", "offset": 1}, r"zeros \+1 was not"),
         ({"log": "no/such.log"}, "no such file"), ({"log": "one line\nand another\n"}, "one line"),
     ],
 )  # fmt: skip
