@@ -19,7 +19,7 @@ from k3lab.kda import recurrent, reference, stages
 from k3lab.kda.call import KdaCall
 
 ROUTES = ("chunk_all", "split", "gather_split")
-IMPLS = ("reference", "torch", "triton")
+IMPLS = ("reference", "torch", "triton", "triton_fused")
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,10 @@ def plan(call: KdaCall, route: str) -> list[tuple[str, list[int]]]:
 
 
 def _launch(kernel: str, call: KdaCall, impl: str, padding: stages.Padding, states: Tensor | None) -> dict[str, Tensor]:
+    if impl in ("reference", "triton_fused") and not (isinstance(padding, str) and padding == "zero"):
+        why = "has no tiles" if impl == "reference" else "shows no stages"
+        raise BadInput(f'impl "{impl}" {why}, so padding must be "zero"; use "torch" or "triton"')
     if impl == "reference":
-        if isinstance(padding, Tensor) or not isinstance(padding, str) or padding != "zero":
-            raise BadInput('impl "reference" has no tiles, so padding must be "zero"; use "torch" or "triton"')
         out = (reference.chunk_kda if kernel == "chunk" else reference.recurrent_kda)(call)
         if kernel == "recurrent" and call.spec_mask is not None:
             out = reference.recurrent_kda(call, token_states=True)
@@ -90,9 +91,11 @@ def _launch(kernel: str, call: KdaCall, impl: str, padding: stages.Padding, stat
     if impl == "torch":
         return stages.chunk_kda(call, padding) if kernel == "chunk" else recurrent.recurrent_kda(call, states)
     # the interpreter switch is read when Triton kernels are defined, so they are imported only when asked for
-    from k3lab.kda import triton_chunk, triton_recurrent
+    from k3lab.kda import triton_chunk, triton_fused, triton_recurrent
 
-    return triton_chunk.chunk_kda(call, padding) if kernel == "chunk" else triton_recurrent.recurrent_kda(call)
+    if kernel == "recurrent":
+        return triton_recurrent.recurrent_kda(call)
+    return triton_fused.chunk_kda(call) if impl == "triton_fused" else triton_chunk.chunk_kda(call, padding)
 
 
 def kda_layer_step(
@@ -100,7 +103,8 @@ def kda_layer_step(
 ) -> StepResult:
     """Run one KDA layer step by a route, and stitch outputs and states back into batch order.
 
-    impl      "reference" (float64), "torch" (any device) or "triton" (CUDA, ROCm, small shapes under the interpreter)
+    impl      "reference" (float64), "torch" (any device), "triton" (CUDA, ROCm, small shapes under the interpreter) or
+              "triton_fused": the same with the fast chunk forward, which keeps no stage tensors
     padding   what masked rows of the chunk kernel's tiles are worth, see stages.chunk_kda; a bool tensor [N, H] over the
               sequences of this batch is allowed with impl="torch"
     states    [T, H, V, K] in the dtype of final_state, memory for the result's states where impl is "torch" and every sequence

@@ -22,7 +22,7 @@ from k3lab.kda.triton_chunk import HEAD_DIMS
 from k3lab.kda.triton_ops import log_decay
 
 CONFIGS = [{"BV": b, "num_warps": w, "num_stages": 1} for b in (8, 16, 32, 64) for w in (1, 2, 4, 8)]
-DEFAULT = {"BV": 32, "num_warps": 4, "num_stages": 1}
+DEFAULT = {"BV": 16, "num_warps": 1, "num_stages": 1}
 
 
 @triton.jit

@@ -1,0 +1,225 @@
+"""The fused chunk forward: within the float64 budget at every gate, length and layout, and what it refuses.
+
+Without a GPU it runs under the interpreter in fp32 and fp16; with one, natively.
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from k3lab.capture import Capture
+from k3lab.errors import BadInput, Unsupported
+from k3lab.kda import reference
+from k3lab.kda.layer import kda_layer_step
+from k3lab.testing import LENGTH_MIXES, assert_within_budget, low_precision_reference, random_call
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the inf and NaN that a select then drops
+
+CAPTURES = sorted((Path(__file__).parents[1] / "data" / "captures").glob("mixed_*.safetensors"))
+DECAYS = ("mixed", "strong", "weak")
+
+
+def poisoned(shape, dtype, device):
+    """Like torch.empty, in the worst case: what is not written shows."""
+    return torch.full(shape, float("nan"), dtype=dtype, device=device)
+
+
+def check_result(call, dtype, **kw):
+    from k3lab.kda.triton_fused import chunk_kda
+
+    got = chunk_kda(call, empty=poisoned, **kw)
+    assert got["o"].dtype == dtype
+    assert got["final_state"].dtype == torch.float32
+    truth, low = reference.recurrent_kda(call), low_precision_reference(call, dtype)
+    for name in truth:
+        assert_within_budget(name, got[name], truth[name], low[name], dtype)
+    return got
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("lengths", LENGTH_MIXES.values(), ids=LENGTH_MIXES)
+def test_within_budget_at_every_length_mix(lengths, decay, device):
+    check_result(random_call(lengths, heads=1, head_dim=64, decay=decay, seed=7).to(device), torch.float32)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("lower_bound", [-10.0, -20.0, None])
+def test_within_budget_at_every_gate(lower_bound, decay, device):
+    """-10 splits 16 rows at their middle, -20 eight, no bound none: exponents over 64 rows reach 64 * |lower_bound| nats."""
+    call = random_call((1, 63, 65), heads=1, head_dim=64, decay=decay, lower_bound=lower_bound, seed=8)
+    check_result(call.to(device), torch.float32)
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, 128), (torch.float16, 128), (torch.float16, 64)])
+def test_head_dims_and_float16(dtype, head_dim, device):
+    check_result(random_call((1, 65, 63), heads=2, head_dim=head_dim, dtype=dtype, seed=3).to(device), dtype)
+
+
+def test_starting_states_in_either_layout_or_none(device):
+    """A [K, V] state, a row that does not count although it holds NaN, and no state at all."""
+    vk = random_call((1, 70, 64), heads=1, head_dim=64).to(device)
+    assert not bool(vk.has_initial_state[1])
+    vk.initial_state[1] = float("nan")
+    a = check_result(vk, torch.float32)
+    kv = replace(vk, initial_state=vk.initial_state.transpose(-1, -2).contiguous(), state_layout="kv")
+    b = check_result(kv, torch.float32)
+    assert all(torch.equal(a[n], b[n]) for n in a)
+    check_result(replace(vk, initial_state=None, has_initial_state=None), torch.float32)
+
+
+@pytest.mark.parametrize("path", CAPTURES, ids=lambda p: p.stem)
+def test_captures_are_within_budget(path, device):
+    """The prefills of recorded steps, and a few of their decodes, with the weights and states they came with."""
+    call = Capture.load(path).kda_call().to(dtype=torch.float32)
+    live = [n for n in range(call.num_sequences) if call.state_indices is None or int(call.state_indices[n]) > 0]
+    part, _ = call.select([n for n in live if int(call.lengths[n]) > 1][:2] + live[:3])
+    check_result(part.to(device), torch.float32)
+
+
+def test_a_sequence_never_reads_its_neighbour(device):
+    """NaN tokens in one sequence leave every other sequence's bits alone, in the middle of a tile or not."""
+    from k3lab.kda.triton_fused import chunk_kda
+
+    call = random_call((3, 65, 1, 40), heads=2, head_dim=64, seed=5).to(device)
+    clean = chunk_kda(call)
+    for name in ("q", "k", "v", "raw_g", "raw_beta"):
+        getattr(call, name)[3:68] = float("nan")
+    got = chunk_kda(call)
+    rows = torch.ones(109, dtype=torch.bool, device=device)
+    rows[3:68] = False
+    assert torch.equal(got["o"][rows], clean["o"][rows])
+    assert torch.equal(got["final_state"][[0, 2, 3]], clean["final_state"][[0, 2, 3]])
+    assert got["o"][~rows].isnan().any()
+
+
+def test_every_chunk_finds_its_sequence(device):
+    """Many sequences about the size of a chunk: slots of chunks are distinct, and some stay empty."""
+    lengths = [int(n) for n in torch.randint(1, 131, (12,), generator=torch.Generator().manual_seed(1))]
+    check_result(random_call(lengths, heads=1, head_dim=64, seed=1).to(device), torch.float32)
+
+
+def test_other_tiles_change_nothing_but_rounding(device):
+    from k3lab.kda.triton_fused import CONFIGS, DEFAULTS
+
+    assert all(DEFAULTS[name] in CONFIGS[name] for name in DEFAULTS)
+    call = random_call((1, 63, 65), heads=1, head_dim=64, seed=11).to(device)
+    check_result(call, torch.float32, configs={"gate": {"BK": 64}, "chunk": {"BK": 64}, "state": {"BV": 64}})
+
+
+def test_the_layer_takes_it_by_name(device):
+    """Both routes, stitched: impl="triton_fused" is impl="triton" without stage tensors."""
+    call = random_call((1, 1, 70, 1), heads=1, head_dim=64).to(device)
+    truth, low = reference.recurrent_kda(call), low_precision_reference(call, torch.float32)
+    for route in ("chunk_all", "split"):
+        got = kda_layer_step(call, route, impl="triton_fused")
+        for name in ("o", "final_state"):
+            assert_within_budget(name, getattr(got, name), truth[name], low[name], torch.float32)
+    assert got.launches[-1].kernel == "chunk"
+    assert set(got.launches[-1].tensors) == {"o", "final_state"}
+    with pytest.raises(BadInput, match='"triton_fused" shows no stages'):
+        kda_layer_step(call, impl="triton_fused", padding="nan")
+
+
+def test_what_no_kernel_can_do_is_refused(device):
+    from k3lab.kda.triton_fused import chunk_kda
+
+    call = random_call((1, 2), heads=1, head_dim=64).to(device)
+    with pytest.raises(BadInput, match="configs: 'solve'"):
+        chunk_kda(call, configs={"solve": {"num_warps": 4}})
+    with pytest.raises(BadInput, match="cu_seqlens"):
+        chunk_kda(replace(call, cu_seqlens=call.cu_seqlens.flip(0)))
+    with pytest.raises(Unsupported, match="float64"):
+        chunk_kda(call.to(dtype=torch.float64))
+    with pytest.raises(Unsupported, match="head_dim K = 32"):
+        chunk_kda(random_call((1, 2), heads=1, head_dim=32).to(device))
+    if device == "cpu":
+        with pytest.raises(Unsupported, match="bfloat16"):
+            chunk_kda(call.to(dtype=torch.bfloat16))
+
+
+@pytest.mark.slow
+def test_the_kernels_compile_without_a_gpu(compiling_env):
+    """cuda:90 and hip:gfx950, bf16 and fp32."""
+    done = subprocess.run([sys.executable, __file__], env=compiling_env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = json.loads(done.stdout)
+    assert len(rows) == 2 * 2 * 3
+    assert all(row["shared"] <= (227 * 1024 if row["target"] == "cuda" else 160 * 1024) for row in rows), rows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("lower_bound", [-5.0, None])
+def test_gpu_within_budget_at_k3_head_dim(lower_bound, dtype):
+    """K = V = 128 on the device: 128 decodes and prefills of 4,096 tokens in all, at every decay; then every length mix."""
+    for decay in DECAYS:
+        call = random_call((1,) * 128 + (2048, 63, 65, 1920), heads=4, dtype=dtype, decay=decay, lower_bound=lower_bound, seed=1)
+        check_result(call.to("cuda"), dtype)
+    for lengths, decay in product(LENGTH_MIXES.values(), DECAYS):
+        check_result(random_call(lengths, heads=2, dtype=dtype, decay=decay, lower_bound=lower_bound, seed=2).to("cuda"), dtype)
+
+
+@pytest.mark.gpu
+def test_gpu_captures_in_their_own_dtype():
+    for path in CAPTURES:
+        call = Capture.load(path).kda_call()
+        live = [n for n in range(call.num_sequences) if call.state_indices is None or int(call.state_indices[n]) > 0]
+        check_result(call.select(live)[0].to("cuda"), call.q.dtype)
+
+
+@pytest.mark.gpu
+def test_gpu_nothing_waits_for_the_device():
+    """With check=False the call can be captured in a graph, and its replay gives the bits of the call."""
+    from k3lab.kda.triton_fused import chunk_kda
+
+    call = random_call((1, 300, 64), heads=2, dtype=torch.bfloat16).to("cuda")
+    eager = chunk_kda(call, check=False)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = chunk_kda(call, check=False)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(got[n], eager[n]) for n in eager)
+
+
+def compile_all() -> list[dict]:
+    """The three kernels for cuda:90 and hip:gfx950 in bf16 and fp32: run in a process of its own."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from k3lab.kda import triton_fused as tf
+
+    constants = {"H": 12, "K": 128, "V": 128, "BT": 64, "FIRST": 5, "EPS": 1e-6, "SCALE": 1.44, "BOUNDED": True}
+    constants |= {"START": True, "MASKED": True, "KV": False}
+    fixed = dict.fromkeys(("decay", "h0", "ht", "A_log", "dt_bias"), "*fp32") | {"has_h0": "*i1", "cu_seqlens": "*i32"}
+    fixed |= {"T": "i32", "N": "i32", "scale": "fp32", "lower_bound": "fp32"}
+    rows = []
+    for target, dtype in product((GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx950", 64)), ("bf16", "fp32")):
+        defaults = tf.DEFAULTS if dtype == "bf16" else tf.DEFAULTS_FP32
+        tiles = {"wq": (128, 128), "kg": (64, 128), "u": (64, defaults["state"]["BV"]), "Aqk": (64, 64)}
+        for name, config in defaults.items():
+            kernel = getattr(tf, f"fused_{name}_fwd_kernel")
+            names = kernel.arg_names
+            have = {k: v for k, v in {**constants, **config}.items() if k in names}
+            types = fixed | {"g": "*fp64" if dtype == "fp32" else "*fp32"}
+            if name == "state":
+                types |= {n: f"tensordesc<{dtype}[{rows_},{cols}]>" for n, (rows_, cols) in tiles.items()}
+            signature = {n: "constexpr" if n in have else types.get(n, f"*{dtype}") for n in names}
+            attrs = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")}
+            source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in have.items()}, attrs)
+            options = {k: v for k, v in config.items() if k.startswith("num_")}
+            built = triton.compile(source, target=target, options=options)
+            rows.append({"kernel": name, "target": target.backend, "dtype": dtype, "shared": built.metadata.shared})
+    return rows
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_all()))
