@@ -1,4 +1,4 @@
-# make run | test | browser | lab | render | check: each builds the environment in .venv first if it is missing or out of date.
+# make run | test | fuzz | browser | lab | render | check: each builds the environment in .venv first if it is missing or out of date.
 PYTHON ?= python3
 VENV ?= .venv
 # e.g. PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu" for the small CPU wheel of torch
@@ -9,7 +9,7 @@ NOTEBOOKS ?=
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: run test browser lab render check walkthrough env clean
+.PHONY: run test fuzz browser lab render check walkthrough env clean
 
 run: $(STAMP)
 	$(PY) .ci/notebooks.py run $(NOTEBOOKS)
@@ -18,6 +18,10 @@ test: $(STAMP)
 	$(PY) -m ruff check . .ci
 	$(PY) -m ruff format --check . .ci
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal
+
+# 10,000 damaged inputs, others on every run: tests/fuzz/README.md
+fuzz: $(STAMP)
+	K3LAB_FUZZ=long OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) tests/fuzz
 
 # .ci/browser installs Chromium, or says how; screenshots go to out/browser/
 browser: $(STAMP)

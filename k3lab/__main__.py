@@ -73,6 +73,8 @@ def main(argv: list[str] | None = None) -> int:
         return _complain(e)
     except OSError as e:
         return _complain(f"{e}; check the space and the permissions there")
+    except MemoryError:
+        return _complain("the input does not fit into memory; give a part of it")
     except KeyboardInterrupt:
         _complain("interrupted")
         return 130

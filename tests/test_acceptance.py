@@ -402,3 +402,12 @@ def test_published_refuses_names_and_files_it_does_not_know(tmp_path):
 
 def test_cards_are_listed():
     assert "published/*.csv" in (Path(PUBLISHED).parent / "README.md").read_text()
+
+
+def test_a_published_table_with_another_type_in_a_column_of_counts_is_refused(tmp_path):
+    text = (PUBLISHED / "drafter_acceptance.csv").read_text().splitlines()
+    row = text[1].split(",")
+    row[3] = "0.5"
+    (tmp_path / "x.csv").write_text("\n".join([text[0], ",".join(row)]))
+    with pytest.raises(BadInput, match="not a table of published figures"):
+        published(path=tmp_path / "x.csv")

@@ -567,3 +567,22 @@ def test_sequences_without_tokens_are_left_out(tmp_path):
     assert got.state_indices.tolist() == [3, 4, 5]
     assert torch.equal(got.initial_state, call.initial_state)
     assert capture.results()["final_state"].shape[0] == 3
+
+
+def test_a_file_larger_than_memory_is_bad_input(tmp_path, monkeypatch):
+    path = Capture({"x": torch.zeros(2)}, {"kind": "call"}).save(tmp_path / "a.safetensors")
+
+    def full(*_, **__):
+        raise MemoryError("Cannot allocate memory")
+
+    monkeypatch.setattr("k3lab.capture.format.safe_open", full)
+    with pytest.raises(BadInput, match="do not fit into memory"):
+        Capture.load(path)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_slots_of_an_unsigned_type_are_looked_at(dtype):
+    """torch has no comparison for them."""
+    capture = Capture.from_call(random_call((1, 1), heads=1, head_dim=16), state_indices=torch.tensor([0, 3]).to(dtype))
+    assert "null slot" in " ".join(capture.check()["finding"])
+    assert capture.kda_call().state_indices.tolist() == [0, 3]

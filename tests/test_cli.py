@@ -172,7 +172,9 @@ def test_check_looks_at_any_dtype_that_a_file_can_hold(capsys, tmp_path):
     assert "note: arg.mx: dtype torch.float4_e2m1fn_x2 is not looked into" in out
 
 
-@pytest.mark.parametrize(("trouble", "expected"), [(OSError(28, "No space left on device"), 2), (KeyboardInterrupt(), 130)])
+@pytest.mark.parametrize(
+    ("trouble", "expected"), [(OSError(28, "No space left on device"), 2), (MemoryError(), 2), (KeyboardInterrupt(), 130)]
+)
 def test_a_full_disk_and_ctrl_c_end_in_one_line(capsys, monkeypatch, trouble, expected):
     def examine():
         raise trouble
@@ -181,7 +183,7 @@ def test_a_full_disk_and_ctrl_c_end_in_one_line(capsys, monkeypatch, trouble, ex
     status, out, err = run(capsys, "doctor")
     assert (status, out) == (expected, "")
     assert len(err.splitlines()) == 1
-    assert "No space left" in err or "interrupted" in err
+    assert "No space left" in err or "interrupted" in err or "memory" in err
 
 
 def test_nan_tells_exposed_from_observed(capsys, captures):

@@ -515,3 +515,10 @@ def test_the_summary_has_its_keys_and_is_strict_json():
         summary = read(path).summary() if path.suffix != ".md" else {}
         json.dumps(summary, allow_nan=False)
         assert not summary or keys <= set(summary)
+
+
+def test_a_scrape_that_accepts_more_than_was_drafted_states_no_accepted_count(tmp_path):
+    """A damaged scrape, or one put together of two servers: the counter is not believed."""
+    lines = ["vllm:spec_decode_num_draft_tokens_total 1331", "vllm:spec_decode_num_accepted_tokens_total 8547"]
+    (tmp_path / "a.prom").write_text("\n".join([*lines, "vllm:spec_decode_num_drafts_total 500"]) + "\n")
+    assert read(tmp_path / "a.prom").records["accepted"].isna().all()

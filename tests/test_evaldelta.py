@@ -232,3 +232,17 @@ def test_hostile_tables_give_rows_or_bad_input(tmp_path_factory, results, shots,
         except BadInput:
             continue
         assert len(compare(table, table).rows) >= 1
+
+
+@pytest.mark.parametrize("n", [1, 0, -4, 10**8, 10**400])
+def test_a_number_of_questions_that_no_task_has_is_refused(put, n):
+    table = read_table(put("a", BEFORE))
+    with pytest.raises(BadInput, match="--n"):
+        compare(table, table, n=n)
+
+
+def test_coarse_digits_of_many_questions_are_searched_without_trying_each_count():
+    """Ten million counts fit a value of one digit; the standard error leaves two spans of them."""
+    assert whole_answers(1.0, 0.9, 10**7, 0) is None
+    assert whole_answers(0.5, 0.0, 10**7, 1) == 4_500_000
+    assert whole_answers(0.8901, 0.0086, 1319, 4) == 1174

@@ -276,3 +276,10 @@ def test_a_grid_takes_its_own_keys_alone():
     with pytest.raises(traitlets.TraitError):
         grid.value = 3
     assert grid.value == 1
+
+
+@pytest.mark.parametrize("entry", [[0, 0, 0, 1, 0, [{}]], [0, 9, 0, 1, 0, [0]], [0, 0, "x", 1, 0, [0]], [10**30, 0, 0, 1, 0, [0]], {}])
+def test_events_that_are_none_are_refused(entry):
+    row = {"triton": "3.6.0", "warps": 2, "stages": 2, "input": "full", "rows": [[7, "s_barrier"]], "events": [entry]}
+    with pytest.raises(BadInput, match="make_race_events"):
+        events.unpack(row)

@@ -367,7 +367,8 @@ def test_bad_files_name_themselves(tmp_path):
         "v_add_u32_e32 v1", "s_add_u32 s0", "ds_read_b128 v[0:3]", "ds_read_b32 v0, v1 offset:x", "ds_bpermute_b32 v0",
         "s_load_dwordx4 s[4:7]",
         "v_mov_b32_e32 v999, 0", "v_bitop3_b32 v0, v1, v2, v3 bitop3:x", "global_load_lds_dwordx4 v1", "v_mad_u64_u32 v0, vcc",
-        "buffer_load_dwordx4 v0 lds", "v_add_u32_e32 v1, , v2", f"s_mov_b32 s0, {'9' * 5000}", f"v_mov_b32_e32 v0, v{'9' * 5000}",
+        "buffer_load_dwordx4 v0 lds", "s_branch",
+        f"v_mov_b32_e32 v0{', v0' * 9999}", "v_add_u32_e32 v1, , v2", f"s_mov_b32 s0, {'9' * 5000}", f"v_mov_b32_e32 v0, v{'9' * 5000}",
     ],
 )  # fmt: skip
 def test_operands_that_an_instruction_does_not_have_are_refused_by_line(line):
@@ -377,7 +378,7 @@ def test_operands_that_an_instruction_does_not_have_are_refused_by_line(line):
 
 
 @pytest.mark.parametrize(
-    "text", ['{"num_warps": [4]}', '{"num_warps": "4"}', '{"shared": {}}', '{"shared": -1}', "[" * 100_000, '{"shared": ' + "9" * 5000 + "}"]
+    "text", ['{"num_warps": [4]}', '{"num_warps": "4"}', '{"shared": {}}', '{"shared": -1}', "[" * 100_000, f'{{"shared": {"9" * 5000}}}']
 )
 def test_launch_metadata_of_another_type_is_refused(tmp_path, text):
     (tmp_path / "k.amdgcn").write_text(HEAD + COPY + TAIL)

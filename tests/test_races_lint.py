@@ -371,3 +371,9 @@ def test_json_nested_beyond_reading_is_not_understood(tmp_path):
     (tmp_path / "a.autotune.json").write_text("[" * 100_000)
     _, unread = lint([tmp_path / "a.autotune.json"])
     assert "not JSON" in unread["reason"][0]
+
+
+@pytest.mark.parametrize("begin", ["with key as ", "best config selected: ", "Autotuning kernel f with config "])
+def test_a_run_of_spaces_costs_no_more_than_its_length(begin):
+    """It took minutes: a pattern that ends in any number of spaces tries each of them as a beginning."""
+    assert not read([f"Triton autotuning for function {KERNEL},", begin + " " * 200_000 + "x"]).records

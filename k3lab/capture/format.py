@@ -298,6 +298,8 @@ def starting_slots(state_indices: Tensor, count: int, num_accepted_tokens: Tenso
         what = f"shape {tuple(state_indices.shape)} dtype {state_indices.dtype}"
         raise BadInput(f"state_indices: {what}, expected [N] or [N, S] integers for N = {count} sequences")
     indices = state_indices[:count]
+    if indices.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch does not compare them
+        indices = indices.long()
     if indices.dim() == 1:
         return indices
     column = torch.zeros(len(indices), dtype=torch.long, device=indices.device)
@@ -391,8 +393,8 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise BadInput(f"{path}: no such file") from e
     except OSError as e:
         raise BadInput(f"{path}: cannot be read: {e}") from e
-    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as e:
-        if "memory" in str(e).lower():
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AttributeError, MemoryError) as e:
+        if isinstance(e, MemoryError) or "memory" in str(e).lower():
             raise BadInput(f"{path}: {size} bytes do not fit into memory; record fewer tokens or layers in one capture ({e})") from e
         raise BadInput(f"{path}: {_what_it_is(path, size)} ({e})") from e
 

@@ -33,6 +33,7 @@ from k3lab.errors import BadInput
 
 KEY = ["task", "filter", "n_shot", "metric"]
 COLUMNS = [*KEY, "better", "value", "stderr", "digits", "n", "line"]
+MOST_N = 10**7  # questions that a file or --n may name
 LARGEST_N = 200_000  # questions; beyond it four printed digits do not tell one n from the next
 COUNTED = ("acc", "acc_norm", "exact_match", "em", "pass@1", "mcc1")
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
@@ -84,8 +85,8 @@ def compare(before: Table, after: Table, n: int | None = None, alpha: float = 0.
 
     Raises BadInput if no row is in both.
     """
-    if n is not None and n < 2:
-        raise BadInput(f"--n {n}: a standard error needs at least 2 questions")
+    if n is not None and not 2 <= n <= MOST_N:
+        raise BadInput(f"--n {str(n)[:40]}: a standard error needs at least 2 questions, and no task has more than {MOST_N:,}")
     if not 0 < alpha < 1:
         raise BadInput(f"alpha {alpha}: not between 0 and 1")
     left, right = _by_key(before), _by_key(after)
@@ -121,10 +122,18 @@ def newcombe(k1: int, n1: int, k2: int, n2: int, level: float = 0.95) -> tuple[f
 def whole_answers(value: float, stderr: float | None, n: int, digits: int) -> int | None:
     """The count k with k/n = value and, if given, sqrt(p (1-p) / (n-1)) = stderr, both to the printed digits; None if there is none."""
     half = 0.5 * 10.0**-digits * (1 + 1e-6)
-    for k in range(max(0, math.ceil((value - half) * n)), min(n, math.floor((value + half) * n)) + 1):
-        p = k / n
-        if stderr is None or abs(math.sqrt(p * (1 - p) / (n - 1)) - stderr) <= half:
-            return k
+    spans = [(value - half, value + half)]
+    if stderr is not None:
+        # where p (1 - p) lies between (stderr -+ half)^2 (n - 1): two spans, so that few k are tried however coarse the digits
+        spread = [min(0.25, max(0.0, x) * max(0.0, x) * (n - 1)) for x in (stderr - half, stderr + half)]
+        a, b = ((1 - math.sqrt(1 - 4 * x)) / 2 for x in spread)
+        spans = [(max(value - half, low), min(value + half, high)) for low, high in ((a, b), (1 - b, 1 - a))]
+    for low, high in spans:
+        first, last = (math.floor(min(2.0, max(-1.0, p)) * n) for p in (low, high))
+        for k in range(max(0, first - 1), min(n, last + 2) + 1):
+            p = k / n
+            if abs(p - value) <= half and (stderr is None or abs(math.sqrt(p * (1 - p) / (n - 1)) - stderr) <= half):
+                return k
     return None
 
 
@@ -332,7 +341,7 @@ def _from_json(value: dict, name: str) -> Table:
             continue
         counts = _inner(value, "n-samples", task)
         n = counts.get("effective", found.get("sample_len")) if isinstance(counts, dict) else found.get("sample_len")
-        n = n if isinstance(n, int) and not isinstance(n, bool) and 2 <= n <= 10**9 else None
+        n = n if isinstance(n, int) and not isinstance(n, bool) and 2 <= n <= MOST_N else None
         higher = _inner(value, "higher_is_better", task)
         for entry, raw in found.items():
             metric, _, filter_ = entry.partition(",")
@@ -383,5 +392,5 @@ def _from_csv(text: str, name: str, run: str | None) -> Table:
         better = "higher" if metrics[0] in COUNTED else ""
         rows.append(_record(r.get("task", ""), r["filter"], _shots(r.get("n_shot")), metrics[0], better, value[0],
                             (stderr and stderr[0]) or None, min(value[1], stderr[1]) if stderr else value[1],
-                            int(n[0]) if n and n[0] >= 2 else None, i))  # fmt: skip
+                            int(n[0]) if n and 2 <= n[0] <= MOST_N else None, i))  # fmt: skip
     return _table(f"{name}:{run}" if run else name, rows, lost, "rows with a number as value")

@@ -83,10 +83,12 @@ def _vllm_row(series: dict) -> dict:
         efficiency, drafted = gauge.get("spec_decode_efficiency", math.nan), counts.get("drafted", math.nan)
         # emitted / efficiency = drafts (k + 1) = drafts + drafted
         drafts = round(counts["emitted"] / efficiency - drafted) if efficiency > 0 and drafted == drafted else math.nan
-        if drafts == drafts and 0 < drafts <= counts["emitted"]:
+        if drafts == drafts and 0 < drafts <= counts["emitted"] <= drafts + drafted:
             return row | {"drafts": drafts, "drafted": drafted, "accepted": counts["emitted"] - drafts, "emitted": counts["emitted"],
                           "k": round(drafted / drafts)}  # fmt: skip
         return row | {"drafted": drafted, "emitted": counts["emitted"]}
+    if counts.get("accepted", 0) > counts.get("drafted", math.inf):  # damaged, or of two servers: what was accepted is not known
+        del counts["accepted"]
     row |= counts
     if {"drafts", "accepted"} <= set(counts):
         row["emitted"] = counts["drafts"] + counts["accepted"]

@@ -50,7 +50,7 @@ def published_streams(path: str | PathLike = PUBLISHED / STREAMS) -> pd.DataFram
 def _read(path: str | PathLike, columns: tuple[str, ...]) -> pd.DataFrame:
     try:
         frame = pd.read_csv(path, keep_default_na=False, na_values=[""], dtype={"position": "Int64", "k": "Int64", "prompts": "Int64"})
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, TypeError, ArithmeticError) as e:
         raise BadInput(f"{path}: not a table of published figures ({e}); run from a clone of the repository, which holds data/") from e
     missing = [c for c in columns if c not in frame]
     if missing:

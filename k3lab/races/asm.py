@@ -8,6 +8,7 @@ import numpy as np
 from k3lab.errors import BadInput, Unsupported
 
 VCC, M0, EXEC = 106, 124, 126
+LONGEST = 1000  # characters of an instruction
 NAMED = {
     "vcc": ("s", VCC, 2), "vcc_lo": ("s", VCC, 1), "vcc_hi": ("s", VCC + 1, 1), "exec": ("s", EXEC, 2), "exec_lo": ("s", EXEC, 1),
     "exec_hi": ("s", EXEC + 1, 1), "m0": ("s", M0, 1),
@@ -59,6 +60,8 @@ def _operand(text: str) -> tuple:
 
 
 def _instruction(index: int, line: int, source: str, text: str) -> Instruction:
+    if len(text) > LONGEST:
+        raise ValueError(f"an instruction of {len(text)} characters")
     op, _, rest = text.partition(" ")
     op = re.sub(r"_e(32|64)$", "", op)
     if op == "s_waitcnt":

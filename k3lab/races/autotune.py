@@ -25,12 +25,12 @@ GPU_TARGETS = (
 )  # fmt: skip
 
 _ANY = re.compile(r"utotuning (?:for|kernel|failed)|with key as|finished after|best config selected")
-_ONE_LINE = re.compile(r"Triton autotuning for function (\S+) finished after [\d.]+s; best config selected: (.*?);?\s*$")
-_HEAD = re.compile(r"Triton autotuning for function ([^\s,]+),?\s*$")
-_KEY = re.compile(r"with key as (.*?),?\s*$")
-_TIME = re.compile(r"finished after [\d.]+s,?\s*$")
-_BEST = re.compile(r"best config selected: (.*?);?\s*$")
-_CANDIDATE = re.compile(r"Autotuning kernel (\S+) with config (.*?)\s*$")
+_ONE_LINE = re.compile(r"Triton autotuning for function (\S+) finished after [\d.]+s; best config selected: (.*?);?$")
+_HEAD = re.compile(r"Triton autotuning for function ([^\s,]+),?$")
+_KEY = re.compile(r"with key as (.*?),?$")
+_TIME = re.compile(r"finished after [\d.]+s,?$")
+_BEST = re.compile(r"best config selected: (.*?);?$")
+_CANDIDATE = re.compile(r"Autotuning kernel (\S+) with config (.*)$")
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 # what differs between the lines of one process: dates, times, counters after a decimal point
 _CLOCK = re.compile(r"\d{4}-\d\d-\d\d|\d\d-\d\d (?=\d\d:)|\d{1,2}:\d\d(:\d\d)?([.,]\d+)?|\d{9,}([.,]\d+)?")
@@ -137,7 +137,7 @@ def read_log(file: str, lines: Iterable[str], reading: Reading) -> int:
         if not _ANY.search(raw):
             foreign += 1
             continue
-        line = _COLOR.sub("", raw)
+        line = _COLOR.sub("", raw).rstrip()  # a \s* before $ would try every run of spaces again and again
         if m := _ONE_LINE.search(line):
             _add(reading, file, number, (m[1],), m[2])
         elif m := _CANDIDATE.search(line):

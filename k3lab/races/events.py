@@ -33,6 +33,8 @@ def unpack(row: dict) -> pd.DataFrame:
         out = []
         for at, event, copy, landed, mark, waves in row["events"]:
             line, text = row["rows"][at]
+            if not all(type(x) is int for x in (at, line, copy, landed, mark, *waves)):
+                raise TypeError("not a whole number")
             out += [(w, at, line, text, EVENTS[event], copy, bool(mark & 1), bool(mark & 2), landed) for w in waves]
     except (KeyError, TypeError, ValueError, IndexError) as error:
         what = {k: row.get(k) for k in ("triton", "warps", "stages", "input")}

@@ -39,17 +39,11 @@ def _run(waves: Waves) -> list[Waves]:
             taken = _step(waves, ins)
         except Unsupported as error:
             raise Unsupported(f"{ins}: {error}") from None
-        except (
-            IndexError,
-            KeyError,
-            TypeError,
-            ValueError,
-            OverflowError,
-        ) as error:  # the tables above take operands as compilers write them
+        except (IndexError, KeyError, TypeError, ValueError, OverflowError) as error:  # operands as no compiler writes them
             raise Unsupported(f"{ins}: operands that this instruction does not have ({type(error).__name__}: {error})") from None
         if taken is None or not taken.any():
             continue
-        label = ins.operands[0][1]
+        label = ins.operands[0][1] if ins.operands else None
         if label not in waves.program.labels:
             raise Unsupported(f"{ins}: unknown label")
         if taken.all():

@@ -53,7 +53,7 @@ def judge(rows: Iterable[Mapping]) -> pd.DataFrame:
     """
     try:
         return _judged(rows)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError) as error:
         raise BadInput(
             f"rows of a sweep: not as races.sweep writes them ({type(error).__name__}: {error}); make the journal again"
         ) from error
