@@ -14,7 +14,7 @@ import torch
 
 from k3lab import explore, figures, provenance
 from k3lab.capture import Capture
-from k3lab.panels import nan_panel, race_panel
+from k3lab.panels import drafter_panel, nan_panel, race_panel
 
 DATA = Path(__file__).parents[1] / "data"
 NAN = [
@@ -25,6 +25,10 @@ NAN = [
 RACE = [
     ("config", (8, 4)), ("config", (2, 2)), ("given", "length1"), ("given", "full"), ("triton", "3.8.0"), ("config", (8, 3)),
     ("padding", "zero"), ("pointer_range", True), ("config", (2, 4)),
+]  # fmt: skip
+DRAFTER = [
+    ("stream", "mixture"), ("offset", -1), ("domain", "code"), ("drafter", "prefix"), ("log", str(DATA / "drafter_fed_prefix.log")),
+    ("stream", "zeros"), ("domain", "all"), ("drafter", "mixture"), ("stream", "prefix"),
 ]  # fmt: skip
 
 
@@ -69,7 +73,10 @@ def main() -> None:
     first = {"triton": "3.7.1", "config": (4, 4)}
     nan = (partial(nan_panel.draw, call), nan_panel.controls(call, {}), partial(nan_panel.adapt, call))
     race = (partial(race_panel.draw, cells), race_panel.controls(cells, first), partial(race_panel.adapt, cells))
-    worst = max(changes("01", *nan, NAN, args.repeats, base), changes("02", *race, RACE, args.repeats, base))
+    counts = drafter_panel.load(DATA / "drafter_counts.csv")
+    drafter = (partial(drafter_panel.draw, counts), drafter_panel.controls(counts, {}), drafter_panel.adapt)
+    panels = {"01": (*nan, NAN), "02": (*race, RACE), "03": (*drafter, DRAFTER)}
+    worst = max(changes(name, *panel, args.repeats, base) for name, panel in panels.items())
     print(f"slowest change: {1000 * worst:.0f} ms, {worst / base:.1f} x floor")
 
 

@@ -311,6 +311,9 @@ def streams_figure(frame: pd.DataFrame, ran: str, committing: Sequence[int] = ()
     commits = frame["layer"].isin(committing)
     finding = f"The two streams differ most after layer {low['layer']:.0f} (cosine {low['cosine']:.2f}) and least after layer "
     finding += f"{high['layer']:.0f} ({high['cosine']:.2f})"
+    if len(frame) == 1:
+        finding = f"After layer {low['layer']:.0f} the two streams have a cosine of {low['cosine']:.2f}"
+    committing = [layer for layer in committing if frame["layer"].min() <= layer <= frame["layer"].max()]
     if commits.any() and not commits.all():
         a, b = (frame[rows]["cosine"].mean() for rows in (commits, ~commits))
         finding += f"; mean cosine {a:.2f} after a layer that commits, {b:.2f} after the others"

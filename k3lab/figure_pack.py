@@ -191,6 +191,8 @@ def published_streams(given: Inputs) -> Made:
 
 
 def log(given: Inputs) -> Made:
+    if given.report.counted.empty:
+        raise BadInput(f"{given.log}: holds no acceptance to draw: {given.report.diagnosis.text}")
     return drafter_figures.log_figure(given.report.counted, given.log.name)
 
 
@@ -203,6 +205,55 @@ def overlay(given: Inputs) -> Made:
     return drafter_figures.overlay_figure(published.published(), t.mean_emitted, given.log.name, t.survival or None)
 
 
+def _compiled(*configs: tuple[int, int], pointer_range: bool = False, padding: str = "undefined") -> list:
+    """Kernels of recompute_w_u for gfx950 with async copies, compiled by the installed Triton."""
+    from dataclasses import replace
+
+    from k3lab.races.compiled import compile_builds
+    from k3lab.races.matrix import matrix_builds
+
+    builds = matrix_builds(["installed"], ["hip:gfx950"], (pointer_range,), (True,), (padding,), list(configs))
+    return [c.kernel() for c in compile_builds([replace(b, pointer_range=pointer_range) for b in builds])]
+
+
+def _triton() -> str:
+    import triton
+
+    return triton.__version__
+
+
+def _assembly(given: str, racy: str, finding: str) -> Made:
+    kernels = _compiled((int(racy[1]), int(racy[3])), (4, 2))
+    pair = [race_figures.timeline(k, given, name) for k, name in zip(kernels, (racy, "w4s2"), strict=True)]
+    racing = [bool(t.frame["racing"].sum()) for t in pair]
+    shape = "full chunk" if given == "full" else "length 1"
+    ran = f"u loop of recompute_w_u_fwd_kernel, Triton {_triton()}, gfx950, async copy on, pointer_range off, {shape}"
+    return race_figures.timelines_figure(pair, finding if racing == [True, False] else f"{racy} beside w4s2, {shape}", ran)
+
+
+def assembly(given: Inputs) -> Made:
+    return _assembly("full", "w4s4", "w4s4 reads copy 0 while it is in flight; w4s2 waits for it first")
+
+
+def assembly_length1(given: Inputs) -> Made:
+    return _assembly("length1", "w4s3", "w4s3 at length 1: skipped copies make the wait too weak")
+
+
+def waits(given: Inputs) -> Made:
+    left = race_figures.waits_frame(_compiled((4, 4))[0])
+    if left.empty:
+        raise BadInput(f"02_waits: Triton {_triton()} leaves no wait of w4s4 too weak, so there is nothing to draw")
+    return race_figures.waits_figure(left, f"w4s4, Triton {_triton()}, gfx950, async copy on, pointer_range off"), left
+
+
+def controls(given: Inputs) -> Made:
+    from k3lab.races.controls import mutation_sweep
+
+    builds = {"w4s2, pointer_range on": _compiled((4, 2), pointer_range=True), "w4s2, off, zero": _compiled((4, 2), padding="zero")}
+    counts = race_figures.controls_counts({name: mutation_sweep(kernel) for name, (kernel,) in builds.items()})
+    return race_figures.controls_figure(counts, f"recompute_w_u_fwd_kernel, Triton {_triton()}, gfx950, async copy on"), counts
+
+
 FIGURES: dict[str, tuple[str, Callable[[Inputs], Made]]] = {
     "01_tiles": ("the tiles of a batch, and their masked rows", tiles),
     "01_routes": ("which sequences each route and padding loses", routes),
@@ -211,7 +262,11 @@ FIGURES: dict[str, tuple[str, Callable[[Inputs], Made]]] = {
     "01_provenance_prefill": ("the longest prefill by the fixed route, stage by stage", provenance_prefill),
     "01_accuracy": ("accuracy against the probability that undefined rows are NaN", accuracy),
     "02_race_card": ("nine configs of recompute_w_u on gfx950", race_card),
+    "02_assembly": ("a racy config's way through LDS beside a safe one's, full chunk; compiles, about 10 s", assembly),
+    "02_assembly_length1": ("the same at length 1, w4s3", assembly_length1),
+    "02_waits": ("racing pairs left by the value of the blamed wait; compiles", waits),
     "02_versions": ("the race matrix over Triton versions", versions),
+    "02_controls": ("what the analysis says of mutants; compiles, about 20 s", controls),
     "03_weights": ("where the AttnRes mixture looks, by layer", weights),
     "03_streams": ("cosine and norm ratio of prefix and mixture, by layer", streams),
     "03_heatmap": ("tokens a round, two drafters by two streams by three layer offsets", heatmap),

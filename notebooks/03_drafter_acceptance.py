@@ -151,8 +151,8 @@ if shipped:
     assert weights.set_index("after layer").loc[11, "prefix"] > 0.65
 
 # %% [markdown]
-# Block 0 is the embedding. It has more weight than the prefix after nine of the first eleven layers; the output side, after the
-# last layer, looks mostly at the prefix. So the two streams should differ:
+# Block 0 is the embedding. In the shipped capture it has more weight than the prefix after nine of the first eleven layers; the output
+# side, after the last layer, looks mostly at the prefix. So the two streams should differ:
 
 # %%
 about = capture.metadata if os.path.isfile(capture_path) else {}
@@ -171,7 +171,8 @@ if shipped:
     assert (apart["norm_ratio"] > 1).all()
 
 # %% [markdown]
-# The cosine runs from 0.46 to 0.98. It is lowest just after the three layers that commit a block, when little is in the prefix.
+# In the shipped capture the cosine runs from 0.46 to 0.98. It is lowest just after the three layers that commit a block, when little is
+# in the prefix.
 #
 # The edges. Layer ids count as vLLM's: id i is the state before layer i, so the tap after layer i has id i + 1.
 
@@ -286,8 +287,8 @@ assert arithmetic.to_dict() == {"mixture": 17, "prefix": 51}
 assert prompts.new_tokens - 1 == 127
 
 # %% [markdown]
-# 17 rounds against 51 for the same text, which takes plain decoding 127 steps. Sampled decoding keeps its distribution by rejection sampling in the same way; the tests check
-# that, and the roll-back.
+# 17 rounds against 51 for the same text, which takes plain decoding 127 steps. Sampled decoding keeps its distribution by rejection
+# sampling in the same way; the tests check that, and the roll-back.
 #
 # Greedy text does not depend on the drafter, so one teacher-forced pass gives the accepted drafts at every position, and the walk is a
 # walk over that table. All other counts were made like that. The same prompts, both drafters, all streams and offsets, counted here:
@@ -555,6 +556,7 @@ if t is not None and t.mean_emitted is not None:
     print(
         f"mean emitted {t.mean_emitted:.3f} · drafts {t.drafts} · drafted {t.drafted} · accepted {t.accepted} · stream by the log: {report.mode}"
     )
+if t is not None and t.survival:
     print("survival", ", ".join(f"{x:.3f}" for x in t.survival), "· 1 + sum", f"{1 + sum(t.survival):.3f}")
 for d in report.diagnoses:
     display(Markdown(f"> {d.text}"))

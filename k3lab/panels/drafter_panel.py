@@ -76,7 +76,7 @@ def draw(
     drawn = pd.concat([means, *(c[c["metric"] == "survival"] for c in curves)]).assign(of="counts")
     frame = pd.concat([drawn, *([_log_rows(report)] if report else [])], ignore_index=True)
     mean = _mean(chosen)
-    finding = f"{drafter} drafter fed {stream}{_signed(offset)}, {domain} prompts: {_interval(mean)} tokens a round"
+    finding = f"{drafter.capitalize()} drafter fed {stream}{_signed(offset)}, {domain} prompts: {_interval(mean)} tokens a round"
     if len(curves) == 2:
         finding += f", {mean['value'] / _mean(trained)['value']:.0%} of what it has as trained"
     ran = (
