@@ -246,3 +246,14 @@ def test_coarse_digits_of_many_questions_are_searched_without_trying_each_count(
     assert whole_answers(1.0, 0.9, 10**7, 0) is None
     assert whole_answers(0.5, 0.0, 10**7, 1) == 4_500_000
     assert whole_answers(0.8901, 0.0086, 1319, 4) == 1174
+
+
+@pytest.mark.parametrize(
+    "text", ['filter,stderr,acc\n"' + "x" * 200_000 + '",0.1,0.5\n', "filter,stderr,acc\rnone,0.1,0.5\r", ",\n", "\n\n,"]
+)
+def test_a_csv_that_cannot_be_read_is_refused_or_read(put, text):
+    """Fields beyond the reader's limit, and ends of lines of an old Mac."""
+    try:
+        assert len(read_table(put("a.csv", text)).rows) == 1
+    except BadInput as error:
+        assert "a.csv" in str(error)

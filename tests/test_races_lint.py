@@ -119,6 +119,7 @@ def test_ranks_that_tune_one_kernel_at_once_give_a_certain_kernel():
         (four_lines()[3:], 1, "without 'Triton autotuning for function'"),
         (one_line("num_warps: 4"), 1, "not a config with num_warps and num_stages: num_warps: 4"),
         (["x", *one_line("gibberish")], 2, "not a config"),
+        (one_line(f"num_warps: {'9' * 5000}, num_stages: 4"), 1, "not a config"),
         ([f"Triton autotuning for function {KERNEL} was interrupted by a signal"], 1, "goes on otherwise"),
     ],
 )

@@ -368,7 +368,12 @@ def _inner(value: dict, key: str, task: str) -> object:
 
 def _from_csv(text: str, name: str, run: str | None) -> Table:
     """A CSV with the columns filter, stderr, one metric, and optionally run, task, n_shot, n."""
-    lines = [(i, r) for i, r in enumerate(csv.reader(io.StringIO(text)), 1) if r]
+    try:
+        lines = [(i, r) for i, r in enumerate(csv.reader(io.StringIO(text, newline="")), 1) if r]
+    except csv.Error as error:
+        raise BadInput(f"{name}: cannot be read as CSV: {error}") from None
+    if not lines:
+        raise BadInput(f"{name}: a CSV without a line that holds anything")
     head = [c.strip() for c in lines[0][1]]
     metrics = [c for c in head if c not in ("run", "task", "n_shot", "filter", "stderr", "n", "version")]
     if not {"filter", "stderr"} <= set(head) or len(metrics) != 1 or len(set(head)) < len(head):

@@ -222,7 +222,7 @@ def parse_config(text: str) -> dict | None:
 def _value(text: str) -> object:
     if text in ("True", "False", "None"):
         return {"True": True, "False": False, "None": None}[text]
-    if re.fullmatch(r"-?\d+", text):
+    if re.fullmatch(r"-?\d{1,40}", text):
         return int(text)
     return float(text) if re.fullmatch(r"-?\d+\.\d*(e[-+]?\d+)?", text) else text
 

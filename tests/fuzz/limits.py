@@ -1,4 +1,4 @@
-"""Run commands on hostile files under limits: python limits.py FOLDER < cases.json; one JSON line per case on stdout.
+"""Run commands on hostile files under limits: python limits.py FOLDER; a JSON line of arguments in, a JSON line of findings out.
 
 A process of its own for each case, forked after the imports: address space and processor time are limited, and what is measured is
 the largest resident size beyond that of a process that does nothing.
@@ -60,6 +60,6 @@ def run(args: list[str], folder: str) -> dict:
 
 if __name__ == "__main__":
     base = run([], sys.argv[1])["rss"]
-    for case in json.load(sys.stdin):
-        found = run(case, sys.argv[1])
+    for line in sys.stdin:
+        found = run(json.loads(line), sys.argv[1])
         print(json.dumps({**found, "more": found["rss"] - base}), flush=True)

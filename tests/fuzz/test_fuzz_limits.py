@@ -6,7 +6,7 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -84,29 +84,32 @@ CASES = [(name, command) for name in FILES for command in COMMANDS[Path(name).su
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict:
-    """Every case, run once in one process that forks."""
+def run(tmp_path_factory) -> Iterator[Callable[[str, list[str]], dict]]:
+    """Runs a command on a file of FILES, in a fork of one process that has imported what it needs."""
     folder = tmp_path_factory.mktemp("limits")
-    for name, content in FILES.items():
-        if callable(content):
-            content(folder / name)
-        else:
-            (folder / name).write_bytes(content)
-    orders = [[*command, str(folder / name)] for name, command in CASES]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("limits.py"), folder], input=json.dumps(orders), capture_output=True, text=True, env=env
-    )
-    lines = [json.loads(x) for x in done.stdout.splitlines()]
-    assert len(lines) == len(CASES), done.stderr
-    return dict(zip([(name, command[0]) for name, command in CASES], lines, strict=True))
+    command = [sys.executable, Path(__file__).with_name("limits.py"), folder]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    ) as p:
+
+        def one(name: str, args: list[str]) -> dict:
+            path, content = folder / name, FILES[name]
+            content(path) if callable(content) else path.write_bytes(content)
+            p.stdin.write(json.dumps([args[0], str(path), *args[1:]]) + "\n")
+            p.stdin.flush()
+            found = json.loads(p.stdout.readline())
+            path.unlink()
+            return found
+
+        yield one
+        p.stdin.close()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits are set as Linux has them")
-@pytest.mark.parametrize(("name", "command"), [(n, c[0]) for n, c in CASES])
-def test_memory_time_and_words_are_bounded(found, name, command):
+@pytest.mark.parametrize(("name", "command"), CASES, ids=[f"{name}-{command[0]}" for name, command in CASES])
+def test_memory_time_and_words_are_bounded(run, name, command):
     """Status 0, 1 or 2 (99: an exception of another kind; below 0: killed), one line at most, whatever the file claims."""
-    case = found[name, command]
+    case = run(name, command)
     assert case["status"] in (0, 1, 2), case
     assert len(case["stderr"].splitlines()) <= 1, case["stderr"]
     assert len(case["stderr"]) < 3000
