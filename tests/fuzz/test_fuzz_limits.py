@@ -87,6 +87,7 @@ CASES = [(name, command) for name in FILES for command in COMMANDS[Path(name).su
 def run(tmp_path_factory) -> Iterator[Callable[[str, list[str]], dict]]:
     """Runs a command on a file of FILES, in a fork of one process that has imported what it needs."""
     folder = tmp_path_factory.mktemp("limits")
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, Path(__file__).with_name("limits.py"), folder]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
