@@ -255,6 +255,9 @@ def controls(given: Inputs) -> Made:
 
 
 FIGURES: dict[str, tuple[str, Callable[[Inputs], Made]]] = {
+    "00_nan": ("which lengths NaN in masked rows would hit, and at which stage", length_map),
+    "00_race": ("nine configs of recompute_w_u on gfx950", race_card),
+    "00_drafter": ("acceptance of two drafters by stream and layer", heatmap),
     "01_tiles": ("the tiles of a batch, and their masked rows", tiles),
     "01_routes": ("which sequences each route and padding loses", routes),
     "01_length_map": ("which lengths NaN in masked rows would hit, and at which stage", length_map),

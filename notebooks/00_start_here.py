@@ -1,0 +1,107 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 00 · Start here
+#
+# Three faults of Kimi-K3 in serving engines, each in one picture. None of them raises an error. Words are explained in the
+# [glossary](GLOSSARY.md), results to act on are listed in the [findings](FINDINGS.md).
+
+# %%
+import pandas as pd
+from IPython.display import Markdown, display
+
+from k3lab import drafter_figures, figures, nan_figures, nonfinite, provenance, race_figures
+from k3lab.drafter import acceptance
+from k3lab.races.matrix import read_journal
+
+print(provenance.versions())
+
+# %% [markdown]
+# ## 1 · Decodes come back NaN
+#
+# Decodes of a mixed batch went through the KDA chunk kernel as sequences of length 1 (vLLM PR 50649). The kernel works on tiles of 64
+# rows; what the 63 rows without a token hold is undefined. Set to NaN, they reach the result at every length but multiples of 64.
+
+# %%
+lengths = nonfinite.length_map(range(1, 131))
+figures.export(fig := nan_figures.length_map_figure(lengths), lengths, "00_nan")
+fig
+
+# %%
+clean = lengths[(lengths["padding"] == "nan") & (lengths["first_stage"] == "")]["length"].tolist()
+assert clean == [64, 128]
+
+# %% [markdown]
+# Measured on this CPU, with the torch stages and NaN set on purpose. Next: [01, NaN on the decode path](01_nan_decode_path.ipynb).
+#
+# ## 2 · A config that timing may pick is racy
+#
+# `recompute_w_u_fwd_kernel` with `num_stages=4` silently gives values of about 1e38 on gfx950 (same PR). Read from compiled code,
+# without an AMD card: the wait before the reads waits for too little.
+
+# %%
+matrix = pd.DataFrame(read_journal("../data/race_matrix.jsonl"))
+rows = matrix[
+    (matrix["target"] == "hip:gfx950") & (matrix["async"] == "on") & (matrix["triton"] == "3.7.1") & (matrix["padding"] == "undefined")
+]
+fig, card = race_figures.race_card_figure(rows, "recompute_w_u_fwd_kernel, Triton 3.7.1, gfx950, async copy on, masked rows undefined")
+figures.export(fig, card, "00_race")
+fig
+
+# %%
+assert set(card[card["verdict"] == "race"]["config"]) == {"w2s3", "w2s4", "w4s3", "w4s4", "w8s4"}
+
+# %% [markdown]
+# Cross-compiled and analysed on a CPU. Next: [02, the racy autotune config](02_racy_autotune_config.ipynb).
+#
+# ## 3 · The drafter reads the wrong stream
+#
+# A drafter trained on one hidden-state stream and fed another of the same shape (vLLM PRs 50487, 56434). Acceptance drops, and
+# nothing else tells.
+
+# %%
+counts = pd.read_csv("../data/drafter_counts.csv")
+fed = counts[counts["stream"].isin(drafter_figures.STREAMS)]
+summary = acceptance.summarize(fed, ["drafter", "seed", "stream", "offset"])
+fig, cells = drafter_figures.heatmap_figure(summary, drafter_figures.COUNTED)
+figures.export(fig, cells, "00_drafter")
+fig
+
+# %%
+mean = summary[summary["metric"] == "mean_emitted"].groupby(["drafter", "stream", "offset"])["value"].mean()
+own = [mean[s, s, 0] for s in ("mixture", "prefix")]
+other = [mean["mixture", "prefix", 0], mean["prefix", "mixture", 0]]
+print("fed what it was trained on:", [f"{x:.2f}" for x in own], "· fed the other stream:", [f"{x:.2f}" for x in other])
+assert min(own) > 1.5 * max(other)
+
+# %% [markdown]
+# Next: [03, drafter acceptance](03_drafter_acceptance.ipynb).
+#
+# ## What to open next
+
+# %%
+display(
+    Markdown(
+        figures.markdown_table(
+            pd.DataFrame(
+                [
+                    ("garbage or repeated tokens under load", "01", "`python -m k3lab check` and `nan` on a capture"),
+                    ("values of 1e38, results that change between runs", "02", "`python -m k3lab lint` on the Triton cache, then `races`"),
+                    ("speculative decoding slower than its card says", "03", "`python -m k3lab acceptance` on the log, then `passport`"),
+                    ("a number changed between two evaluations", "03", "`python -m k3lab evaldelta`"),
+                ],
+                columns=["you see", "notebook", "or from a shell"],
+            )
+        )
+    )
+)
