@@ -490,9 +490,9 @@ for d, frame in zip(discussed, drawn, strict=True):
 # %% [markdown]
 # ## 6 · What others published
 #
-# One published table changes nothing but stream and layer ids: an EAGLE3 drafter of Kimi-K3, fed both streams at three offsets, teacher-
-# forced on 64 chats (`data/published/eagle3_streams.md`). It was trained on the prefix; its ids were given one too low, so that offset
-# +1 is the trained layer. Beside our two, in the same form and without the bonus token:
+# One published table changes nothing but stream and layer ids: an EAGLE3 drafter of Kimi-K3, fed both streams at three offsets,
+# teacher-forced on 64 chats (`data/published/eagle3_streams.md`). It was trained on the prefix; its ids were given one too low, so that
+# offset +1 is the trained layer. Beside our two, in the same form and without the bonus token:
 
 # %%
 fig, table = drafter_figures.published_streams_figure(by_seed, published_streams(), drafter_figures.COUNTED)
