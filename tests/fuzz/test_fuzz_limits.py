@@ -89,9 +89,7 @@ def run(tmp_path_factory) -> Iterator[Callable[[str, list[str]], dict]]:
     folder = tmp_path_factory.mktemp("limits")
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, Path(__file__).with_name("limits.py"), folder]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    ) as p:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as p:
 
         def one(name: str, args: list[str]) -> dict:
             path, content = folder / name, FILES[name]
