@@ -19,7 +19,7 @@ test: $(STAMP)
 	$(PY) -m ruff format --check . .ci
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
-# 10,000 damaged inputs, others on every run: tests/fuzz/README.md
+# some 30,000 damaged inputs, others on every run: tests/fuzz/README.md
 fuzz: $(STAMP)
 	K3LAB_FUZZ=long OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) tests/fuzz
 
