@@ -411,3 +411,11 @@ def test_a_published_table_with_another_type_in_a_column_of_counts_is_refused(tm
     (tmp_path / "x.csv").write_text("\n".join([text[0], ",".join(row)]))
     with pytest.raises(BadInput, match="not a table of published figures"):
         published(path=tmp_path / "x.csv")
+
+
+@pytest.mark.parametrize("name", ["accepted_\u0661", "accepted_01", f"accepted_{'9' * 5000}"])
+def test_a_column_that_only_looks_like_a_position_is_none(name):
+    """Digits of another script, or with a zero before them, name no column accepted_j."""
+    counts = pd.DataFrame({"drafts": [2], "drafted": [2], "accepted": [1], "emitted": [3], "accepted_0": [1], name: [1]})
+    assert acceptance.positions(counts) == 1
+    acceptance.check_counts(counts)

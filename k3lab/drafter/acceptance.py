@@ -12,6 +12,7 @@ and key columns such as drafter, seed, stream, offset, domain, prompt. A value t
 Tokens of one prompt resemble each other, so prompts are resampled, not tokens: an interval over tokens is far too narrow.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -33,7 +34,7 @@ _BATCH = 1 << 22  # weights made at once: 32 MiB
 
 def positions(counts: pd.DataFrame) -> int:
     """k, the number of columns accepted_0 ... accepted_{k-1}. Raises BadInput if they have a gap."""
-    found = sorted(int(c[9:]) for c in map(str, counts.columns) if c.startswith("accepted_") and c[9:].isdecimal())
+    found = sorted(int(m[1]) for c in map(str, counts.columns) if (m := re.fullmatch(r"accepted_(0|[1-9][0-9]{0,5})", c)))
     if found != list(range(len(found))):
         raise BadInput(f"counts: columns accepted_j for j = {found}; expected 0 to {found[-1]} without a gap")
     return len(found)
