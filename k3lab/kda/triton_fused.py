@@ -38,12 +38,13 @@ from k3lab.shapes import CHUNK
 
 CONFIGS: dict[str, list[dict[str, int]]] = {
     "gate": [{"BK": b, "num_warps": w} for b in (32, 64) for w in (1, 2, 4)],
-    "chunk": [{"BK": b, "num_warps": w, "num_stages": 1} for b in (16, 32, 64) for w in (4, 8)],
+    # not BK = 16: on an H200 with Triton 3.6.0 its launch ended in an illegal memory access, cause unknown
+    "chunk": [{"BK": b, "num_warps": w, "num_stages": s} for b in (32, 64, 128) for w in (4, 8) for s in (1, 2)],
     "state": [{"BV": b, "num_warps": 4, "num_stages": s} for b in (16, 32, 64) for s in (1, 2, 3)],
 }
 DEFAULTS: dict[str, dict[str, int]] = {
-    "gate": {"BK": 32, "num_warps": 1},
-    "chunk": {"BK": 32, "num_warps": 4, "num_stages": 1},
+    "gate": {"BK": 32, "num_warps": 2},
+    "chunk": {"BK": 128, "num_warps": 4, "num_stages": 1},
     "state": {"BV": 16, "num_warps": 4, "num_stages": 3},
 }
 DEFAULTS_FP32 = DEFAULTS | {
@@ -104,19 +105,20 @@ def lower_left(o_t, level):
 
 @triton.jit
 def pair_products(
-    p_q, p_k, p_g, b_qr, b_kr, m_t, D: tl.constexpr, AROUND: tl.constexpr,
+    p_q, p_k, p_g, b_qr, b_kr, m_t, bits, AROUND: tl.constexpr,
     H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """q_i . (k_j exp2(g_i - g_j)) and k_i . (k_j exp2(g_i - g_j)), exponents split at the middle row of every block of D rows.
+    """q_i . (k_j exp2(g_i - g_j)) and k_i . (k_j exp2(g_i - g_j)), exponents split at the middle row of blocks of 2**bits.
 
     AROUND: right for all j <= i of a block; else for its lower left quarter alone, at no risk of overflow. The rest may be inf or NaN.
     """
     o_t = tl.arange(0, BT)
+    o_mid = (o_t >> bits << bits) + (1 << bits >> 1)
     b_qk, b_kk = tl.zeros([BT, BT], tl.float32), tl.zeros([BT, BT], tl.float32)
     for i_k in range(K // BK):
         o_k = i_k * BK + tl.arange(0, BK)[None, :]
         o_tk = o_t[:, None] * (H * K) + o_k
-        b_g = (tl.load(p_g + o_t[:, None] * K + o_k) - tl.load(p_g + (o_t // D * D + D // 2)[:, None] * K + o_k)).to(tl.float32)
+        b_g = (tl.load(p_g + o_t[:, None] * K + o_k) - tl.load(p_g + o_mid[:, None] * K + o_k)).to(tl.float32)
         b_k = tl.load(p_k + o_tk, mask=m_t, other=0.0) * b_kr  # [BT, BK]
         b_q = tl.load(p_q + o_tk, mask=m_t, other=0.0) * b_qr
         b_up = tl.exp2(b_g if AROUND else -tl.abs(b_g))
@@ -167,11 +169,11 @@ def fused_chunk_fwd_kernel(
     b_qr = inverse_norm(p_q + o_row, m_t, EPS) * scale
     b_beta = tl.sigmoid(tl.load(raw_beta + at + o_t * H, mask=o_t < n, other=0.0).to(tl.float32))[:, None]
 
-    b_qk, b_kk = pair_products(p_q, p_k, p_g, b_qr, b_kr, m_t, 2**FIRST, True, H, K, BT, BK, dtype)
+    b_qk, b_kk = pair_products(p_q, p_k, p_g, b_qr, b_kr, m_t, FIRST, True, H, K, BT, BK, dtype)
     same = (o_t[:, None] ^ o_t[None, :]) >> FIRST == 0
     b_qk, b_kk = tl.where(same, b_qk, 0.0), tl.where(same, b_kk, 0.0)
-    for level in tl.static_range(FIRST, 6):
-        b_ql, b_kl = pair_products(p_q, p_k, p_g, b_qr, b_kr, m_t, 2 * 2**level, False, H, K, BT, BK, dtype)
+    for level in range(FIRST, 6):
+        b_ql, b_kl = pair_products(p_q, p_k, p_g, b_qr, b_kr, m_t, level + 1, False, H, K, BT, BK, dtype)
         below = lower_left(o_t, level)
         b_qk, b_kk = tl.where(below, b_ql, b_qk), tl.where(below, b_kl, b_kk)
     p_tt = Aqk + tile * (BT * BT) + o_t[:, None] * BT + o_t[None, :]
@@ -243,8 +245,11 @@ def fused_state_fwd_kernel(
 
 
 def first_level(lower_bound: float | None, dtype: torch.dtype) -> int:
-    """log2 of the rows that may be split at their middle row; 0 without a bound, and in float16, whose exponents end at 15."""
-    if lower_bound is None or dtype == torch.float16:
+    """log2 of the rows that may be split at their middle row: 0 without a bound, and outside bfloat16.
+
+    float16 has no such exponents, and in float32 a device's exp2(x) exp2(-x) is too far from 1.
+    """
+    if lower_bound is None or dtype != torch.bfloat16:
         return 0
     rows = 2 * LARGEST_EXPONENT / (abs(lower_bound) * RCP_LN2)
     return int(math.log2(min(max(rows, 1.0), CHUNK)))
@@ -278,6 +283,7 @@ def chunk_kda(
         raise Unsupported(f'head_dim K = {K}, V = {V}; the kernel takes {HEAD_DIMS}: use impl="torch"')
     defaults = DEFAULTS_FP32 if dtype == torch.float32 else DEFAULTS
     config = {name: {**defaults[name], **given.get(name, {})} for name in DEFAULTS}
+    config["chunk"]["BK"] = min(config["chunk"]["BK"], K, V)
 
     q, k, v, raw_g, raw_beta, A_log, dt_bias, cu, h0, has = (None if x is None else x.contiguous() for x in tensors.values())
     o = empty(v.shape, dtype=dtype, device=device)
