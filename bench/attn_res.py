@@ -186,13 +186,13 @@ def card(name: str, r: dict, command: str) -> str:
         f"do_bench of the Python call; floor: bytes over the copy bandwidth of the same run, {r['copy_bandwidth_GB_s']:.0f} GB/s"
     )
     made_on = " · ".join(f"{k} {v}" for k, v in r["provenance"].items())
-    rows = {"what": what, "made by": f"`{command}`", "made on": made_on, "licence": "this project's"}
+    rows = {"what": what, "made by": f"`{command}`", "made on": made_on, "note": r.get("note"), "licence": "this project's"}
     errors = "Errors against float64, by the budget rule of k3lab/testing.py"
     tables = {"Times": pd.DataFrame(r["times"]), errors: pd.DataFrame(r["accuracy"])}
     if "configs" in r:
         best = pd.DataFrame(r["configs"]).sort_values(["form", "tokens", "graph_ms"]).groupby(["form", "tokens"]).head(5)
         tables["The five fastest launch configurations of each shape"] = best
-    head = "\n".join(f"| {k} | {v} |" for k, v in rows.items())
+    head = "\n".join(f"| {k} | {v} |" for k, v in rows.items() if v)
     body = "\n\n".join(f"{title}:\n\n{markdown_table(frame)}" for title, frame in tables.items())
     return f"# {name}\n\n| | |\n|---|---|\n{head}\n\n{body}\n"
 
