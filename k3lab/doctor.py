@@ -118,7 +118,9 @@ def _data() -> Iterator[Item]:
     for file in files:
         name = str(file.relative_to(DATA.parent))
         # a card of its own, or one that it shares with the files made with it
-        own = [file.with_suffix(".md")] if file.with_suffix(".md").is_file() else sorted(set(file.parent.glob("*.md")) - {DATA / "README.md"})
+        own = [file.with_suffix(".md")]
+        if not own[0].is_file():
+            own = sorted(set(file.parent.glob("*.md")) - {DATA / "README.md"})
         naming = [c for c in own if c.stem == file.stem or file.name in c.read_text(encoding="utf-8")]
         card = next((c for c in naming if sha256(file) in c.read_text(encoding="utf-8")), naming[0] if naming else None)
         if card is None:

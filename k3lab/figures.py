@@ -262,4 +262,3 @@ def problems(fig: Figure) -> list[str]:
 def _grey(color: object) -> float:
     r, g, b = matplotlib.colors.to_rgb(color)
     return 0.2126 * r + 0.7152 * g + 0.0722 * b
-
