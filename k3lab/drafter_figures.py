@@ -332,7 +332,7 @@ def streams_figure(frame: pd.DataFrame, ran: str, committing: Sequence[int] = ()
     axes[1].xaxis.set_major_locator(MaxNLocator(integer=True))
     handles = [Line2D([], [], color="#333333", linewidth=1.1, linestyle=(0, (2, 2)), label="commits a block")] if len(committing) else []
     if bands:
-        handles.append(Rectangle((0, 0), 1, 1, color="#aaaaaa", label="quantiles over tokens"))
+        handles.append(Rectangle((0, 0), 1, 1, color="#aaaaaa", label="5% to 95% of the tokens"))
     if handles:
         legend(fig, handles, 2)
     return fig, frame
@@ -415,7 +415,8 @@ def log_figure(counts: pd.DataFrame, ran: str) -> tuple[Figure, pd.DataFrame]:
         mean, drafts = (float(summary.loc["mean_emitted", c]) for c in ("value", "drafts"))
         finding = f"{mean:.2f} tokens a round over {drafts:,.0f} draft rounds"
         survival = summary.loc[["survival"], "value"].to_numpy(float) if "survival" in summary.index else survival
-    if len(survival) and not np.isnan(survival).any():
+    k = counts.loc[known, "k"].max() if "k" in counts else pd.NA
+    if len(survival) and not np.isnan(survival).any() and (pd.isna(k) or len(survival) >= k):
         total = 1 + survival.sum()
         agrees = abs(total - mean) <= ROUNDING * len(survival) + 0.005
         finding += f"; 1 + sum of survival = {total:.2f} " + ("agrees" if agrees else "does not agree with it")

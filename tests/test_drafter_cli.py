@@ -66,6 +66,20 @@ def test_acceptance_says_the_same_in_text_and_json(capsys, put):
         assert part in text
 
 
+def test_acceptance_checks_no_sum_of_some_positions(capsys, put):
+    """A bench report cut after position 0 of 7: no sum to hold against the mean."""
+    cut = (
+        "---------------Speculative Decoding---------------\nDrafts:   1234\nDraft tokens:   8638\nAccepted tokens:   3085\n"
+        "  Position 0:      76.00\n=====\n"
+    )
+    path = put("bench.txt", cut)
+    found = run_json(capsys, "acceptance", path)[1]
+    assert (found["k"], found["survival"]) == (7, pytest.approx([0.76], abs=1e-3))
+    text = run(capsys, "acceptance", path)[1]
+    assert "check         none: 1 of 7 positions are given" in text
+    assert "1 + sum" not in text
+
+
 def test_acceptance_finding_is_status_1(capsys, put):
     status, found = run_json(capsys, "acceptance", put("server.log", WRONG))
     assert status == 1
@@ -118,7 +132,10 @@ def test_passport_takes_stream_and_layers_from_a_log(capsys, put):
     status, found = run_json(capsys, "passport", config, "--engine", "vllm", "--version", "unknown", "--log", fed)
     assert found["verdict"] == "match"
     assert found["fed"]["stream_status"] == "observed"
-    assert status == 1  # the log is taken, and that it contradicts the default is a warning
+    assert (status, found["warnings"]) == (0, [])  # the flag was not given, so the log answers what was only assumed
+    status, found = run_json(capsys, "passport", config, "--engine", "vllm", "--version", "0.33.0", "--env", f"{FLAG}=0", "--log", fed)
+    assert status == 1
+    assert "the log is taken" in found["warnings"][0]  # it contradicts what was given
     early = put("early.log", AUX.format("19, 37, 54, 66, 78, 90", "attn_res_stream"))
     found = run_json(capsys, "passport", config, "--engine", "vllm", "--version", "0.33.0", "--log", early)[1]
     assert any("1 layer too early" in r for r in found["reasons"])

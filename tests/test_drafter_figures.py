@@ -226,6 +226,13 @@ def test_log_without_positions_or_without_drafts(tmp_path):
         drafter_figures.log_figure(idle.iloc[3:], "x")
 
 
+def test_log_of_some_positions_checks_no_sum():
+    """A bench report cut after position 0 of 7: one bar, and nothing said about a sum."""
+    cut = {"drafts": [100], "drafted": [700], "accepted": [250], "emitted": [350], "accepted_0": [76]}
+    assert "1 + sum" not in title(drafter_figures.log_figure(pd.DataFrame(cut | {"k": [7]}), "what ran")[0])
+    assert "does not agree" in title(drafter_figures.log_figure(pd.DataFrame(cut), "what ran")[0])
+
+
 def test_log_as_the_reader_returns_it(tmp_path):
     """vLLM's counts are summed; SGLang's means, printed without counts, are drawn and not summed."""
     vllm = (

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from k3lab.drafter import passport as module
 from k3lab.drafter.passport import KEYS, Observed, knowledge, passport, read_config
+from k3lab.drafter.published import published
 from k3lab.errors import BadInput
 
 FLAG = "VLLM_KIMI_K3_AUX_ATTN_RES_STREAM"
@@ -165,6 +166,22 @@ def test_the_log_outweighs_the_table():
     off = passport(MODAL, "vllm", "0.33.0", platform="cuda", env=ON, observed=Observed((19, 37, 54, 66, 78, 90), "mixture", "server.log:7"))
     assert off.verdict == "mismatch"
     assert any("1 layer too early" in r for r in off.reasons)
+
+
+def test_a_log_contradicts_what_was_given_or_documented_not_what_was_assumed():
+    seen = Observed((20, 38, 55, 67, 79, 91), "mixture", "server.log:7")
+    for platform, env, warns in (("cuda", None, False), ("unknown", {"OTHER": "1"}, False), ("cuda", OFF, True), ("rocm", None, True)):
+        result = passport(MODAL, "vllm", "0.33.0", platform=platform, env=env, observed=seen)
+        assert any("the log is taken" in w for w in result.warnings) == warns
+        assert "_assumed" not in result.summary()["fed"]
+
+
+def test_published_figures_expect_the_stream_that_the_passport_expects():
+    rows = published().drop_duplicates("drafter").set_index("drafter")["stream"]
+    assert set(rows.index) <= {c["name"] for c in knowledge()["checkpoint"]}
+    for name, stream in rows.items():
+        expected = passport({}, "vllm", checkpoint=name).expected["stream"]
+        assert expected == {"none": "either"}.get(stream, stream), name
 
 
 def test_a_target_without_attn_res_has_one_stream():

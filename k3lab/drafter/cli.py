@@ -113,8 +113,10 @@ def _totals(s: dict) -> list[str]:
     if s["survival"]:
         lines.append("position      " + " ".join(f"{j:>5}" for j in range(len(s["survival"]))))
         lines.append("survival      " + " ".join(f"{x:5.3f}" for x in s["survival"]))
-        if s["mean_emitted"] is not None:
-            lines.append(f"check         1 + sum of survival = {1 + sum(s['survival']):.3f}")
+        if s["k"] and len(s["survival"]) < s["k"]:
+            lines.append(f"check         none: {len(s['survival'])} of {s['k']} positions are given")
+        elif s["mean_emitted"] is not None:
+            lines.append(f"check         1 + sum of survival = {1 + sum(s['survival']):.3f}, mean emitted = {s['mean_emitted']:.3f}")
     for g in s["groups"] if len(s["groups"]) > 1 else []:
         mean = "not known" if g["mean_emitted"] is None else f"{g['mean_emitted']:.3f}"
         counts = f"mean emitted {mean}, drafts {g['drafts']}, records {g['records']}"

@@ -109,12 +109,12 @@ class Blocks:
                 (number, f"a {form} whose counts or rates cannot be: {drafts:g} drafts, {accepted:g} of {drafted:g} accepted")
             )
             return
-        row = self._row(number, engine, form, "bench", reported_mean=values.get("mean", math.nan), k=len(rates) or math.nan)
+        k = max(len(rates), math.ceil(drafted / drafts - 1e-9)) if drafts else len(rates)  # a report may be cut after some positions
+        row = self._row(number, engine, form, "bench", reported_mean=values.get("mean", math.nan), k=k or math.nan)
         row |= {"drafts": drafts, "drafted": drafted, "accepted": accepted, "emitted": drafts + accepted, "stream": stream}
         row |= {f"accepted_{j}": round(r * drafts) for j, r in enumerate(rates)}
         row["reported_rate"] = values["rate"] / 100 if "rate" in values else math.nan
-        # a report cut after some positions has no sum to check
-        if rates and drafts and len(rates) >= drafted / drafts - 1e-9:
+        if rates and drafts and len(rates) == k:
             row |= {"residual": 1 + sum(rates) - (1 + accepted / drafts), "tolerance": len(rates) * half + 1e-6}
         self.rows.append(row)
 

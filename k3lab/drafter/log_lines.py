@@ -97,6 +97,7 @@ def parse_vllm(line: bytes, source: str, number: int, table: LineTable) -> str:
 
 
 def parse_v0(line: bytes, source: str, number: int, table: LineTable) -> str:
+    """Add the record of a Speculative metrics line. Returns "" or why the line was not understood."""
     m = _V0.search(line)
     if m is None:
         return "not one of the known forms of a Speculative metrics line"
@@ -124,6 +125,7 @@ def parse_sglang(line: bytes, source: str, number: int, table: LineTable) -> str
 
 
 def parse_atom(line: bytes, source: str, number: int, table: LineTable) -> str:
+    """Add the MTP Stats records of a line, the distribution as survival. Returns "" or why the line was not understood."""
     end = 0
     for m in _ATOM.finditer(line):
         if int(m[3]) > int(m[4]):
@@ -218,6 +220,7 @@ def sglang_frame(table: LineTable) -> pd.DataFrame:
 
 
 def atom_frame(table: LineTable) -> pd.DataFrame:
+    """Counts of MTP Stats lines, whose mean is 1 + accepted / drafts; the cumulative twin of an interval line is another scope."""
     kind, mean, accepted, drafted, rate, shares = list(zip(*table.rows, strict=True))[4:]
     mean, accepted, drafted = _floats(mean), _floats(accepted), _floats(drafted)
     survival = rates_matrix(list(shares))

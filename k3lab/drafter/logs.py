@@ -115,7 +115,7 @@ class LogReport:
         t = self.totals or Totals("", "", [], 0)
         return {
             "mean_emitted": t.mean_emitted, "interval": [t.low, t.high], "survival": t.survival, "drafts": t.drafts, "accepted": t.accepted,
-            "drafted": t.drafted, "emitted": t.emitted, "estimated": t.estimated,
+            "drafted": t.drafted, "emitted": t.emitted, "k": t.k, "estimated": t.estimated,
             "estimated_drafts": t.estimated_drafts, "engine": t.engine or None, "format": t.format or None,
             "mode": self.mode, "aux": [asdict(a) for a in self.aux],
             "diagnosis": self.diagnosis.as_dict(), "also": [d.as_dict() for d in self.diagnoses[1:]], "finding": self.finding,

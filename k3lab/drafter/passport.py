@@ -303,6 +303,8 @@ def _fed_stream(fed: dict, engine: dict, facts: dict, state, warnings: list[str]
     if len(streams) == 1 and "unknown" not in streams:
         rule = chosen or candidates[0]
         fed |= {"stream": rule["stream"], "stream_status": rule.get("status", "documented")}
+        # a switch that was not given is taken to be at its default: a log may say otherwise without a contradiction
+        fed["_assumed"] = engine.get("flag") not in (None, *facts["env"]) and not rule.get("ignores_flag")
         state("fed: stream", f"{rule['stream']}: {rule['text']}", fed["stream_status"], rule["source"])
     else:
         for rule in candidates:
@@ -378,7 +380,7 @@ def _observe(fed: dict, engine: dict | None, seen: Observed, state, warnings: li
         warnings.append(f"the log is vLLM's ({seen.where}), the engine named is {engine['name']}: its ids are read as vLLM's")
     if seen.stream:
         state("fed: stream", seen.stream, "observed", seen.where)
-        if fed["stream"] not in ("unknown", seen.stream):
+        if fed["stream"] not in ("unknown", seen.stream) and not fed.get("_assumed"):
             warnings.append(f"the log says {seen.stream} where {fed['stream']} was to be expected: the log is taken ({seen.where})")
         fed |= {"stream": seen.stream, "stream_status": "observed"}
     if seen.layers is not None:
