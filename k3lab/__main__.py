@@ -64,7 +64,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; return its exit status. Bad input, a full disk or Ctrl-C becomes one line on stderr and status 2 (130)."""
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if "" in (sys.argv[1:] if argv is None else argv):
+        parser.error("an argument is empty; is it a shell variable that is not set?")
     try:
         status = args.run(args)
         sys.stdout.flush()  # here, so that a full disk is reported
@@ -83,8 +86,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _complain(message: object) -> int:
-    print("k3lab:", " ".join(printable(message).split()), file=sys.stderr)
+    print("k3lab:", _one_line(message), file=sys.stderr)
     return 2
+
+
+def _one_line(text: object) -> str:
+    """Names of files may hold line ends, and must not look like a line of ours."""
+    return " ".join(printable(text).split())
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -139,9 +147,9 @@ def _check(args: argparse.Namespace) -> int:
         captures.append({"path": str(path), "kind": capture.kind, "findings": findings, "unreadable": None})
         if any(f["severity"] != "note" for f in findings):
             status = max(status, 1)
-        lines.append(f"{path}: {capture.kind}, {_count(findings)}")
+        lines.append(f"{_one_line(path)}: {capture.kind}, {_count(findings)}")
         for f in findings:
-            f = {key: " ".join(printable(value).split()) for key, value in f.items()}
+            f = {key: _one_line(value) for key, value in f.items()}
             lines.append(f"  {f['severity']}: {f['tensor']}{' ' * bool(f['where'])}{f['where']}: {f['finding']}")
             lines.append(f"    {f['what_to_do']}")
     report(args, {"clean": status == 0, "captures": captures}, lines)
@@ -170,7 +178,7 @@ def _nan(args: argparse.Namespace) -> int:
 
         result = nonfinite.replay(capture, args.route, padding, impl, args.dtype and getattr(torch, args.dtype))
         lines = [
-            f"{args.capture}, route {args.route}, padding {padding}, impl {impl}" + (f", as {args.dtype}" if args.dtype else ""),
+            f"{_one_line(args.capture)}, route {args.route}, padding {padding}, impl {impl}" + (f", as {args.dtype}" if args.dtype else ""),
             f"REPLAYED  {result['text']}",
         ]
         if impl == "triton" and padding == "undefined" and interpreted:
@@ -178,7 +186,7 @@ def _nan(args: argparse.Namespace) -> int:
         lines += _error_text(result)
     else:
         result = nonfinite.investigate(capture)
-        lines = [args.capture, *_observed_text(result["observed"]), *_exposed_text(result["exposed"])]
+        lines = [_one_line(args.capture), *_observed_text(result["observed"]), *_exposed_text(result["exposed"])]
     finding = result.pop("finding")
     report(args, result, lines)
     return int(finding)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from k3lab import __version__
 from k3lab.provenance import DATA, device_name, sha256, triton_mode
+from k3lab.races.toolchain import toolchain_root, toolchains
 
 # what Triton does where the variable is not set: measured by cross-compiling for gfx950, see notebook 02
 TRITON_SWITCHES = {
@@ -32,7 +33,7 @@ class Item(NamedTuple):
 
 def examine() -> list[Item]:
     """Every item, in the order a new user needs them."""
-    return [Item("python", "ok", platform.python_version()), *_packages(), *_device(), *_switches(), *_data()]
+    return [Item("python", "ok", platform.python_version()), *_packages(), *_device(), *_switches(), *_toolchains(), *_data()]
 
 
 def _packages() -> Iterator[Item]:
@@ -106,6 +107,20 @@ def _device() -> Iterator[Item]:
 def _switches() -> Iterator[Item]:
     for name, default in TRITON_SWITCHES.items():
         yield Item(name, "ok", os.environ.get(name, f"not set (Triton's default: {default})"))
+
+
+def _toolchains() -> Iterator[Item]:
+    """Triton versions beside the installed one, which `races --toolchain` compiles with."""
+    try:
+        added = toolchains()
+    except OSError as e:
+        yield Item("toolchains", "optional", f"{toolchain_root()} cannot be read: {e.strerror}", "set K3LAB_TOOLCHAINS to another folder")
+        return
+    if added:
+        yield Item("toolchains", "ok", f"Triton {', '.join(added)} beside the installed one, in {toolchain_root()}")
+    else:
+        fix = "python -m k3lab toolchain add 3.8.0"
+        yield Item("toolchains", "optional", f"no Triton beside the installed one in {toolchain_root()}", fix)
 
 
 def _data() -> Iterator[Item]:

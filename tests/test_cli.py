@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import os
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from k3lab.capture.format import Capture
 from k3lab.kda.layer import kda_layer_step
 from k3lab.nonfinite import ranges
 from k3lab.provenance import sha256
+from k3lab.races import kernel
 from k3lab.testing import random_call
 
 ROOT = Path(__file__).parents[1]
@@ -423,3 +425,46 @@ def test_a_folder_in_the_way_of_a_report_leaves_none_of_its_files(capsys, captur
     (tmp_path / "k3lab-check.json").mkdir()
     assert_bad_input(run(capsys, "check", captures / "ok.safetensors", "--out", tmp_path), "k3lab-check.json", "folder")
     assert [p.name for p in tmp_path.iterdir()] == ["k3lab-check.json"]
+
+
+@pytest.mark.parametrize("command", [["check", ""], ["acceptance", ""], ["figures", "--out", ""]])
+def test_an_empty_argument_is_refused_and_no_name_for_this_folder(capsys, command):
+    """What a shell makes of "$UNSET" must not be taken for the current folder, nor for no --out."""
+    status, out, err = run(capsys, *command)
+    assert (status, out) == (2, "")
+    assert "an argument is empty" in err
+
+
+def test_a_file_name_with_a_line_end_makes_no_line_of_its_own(captures, capsys, tmp_path):
+    """Nobody reads a file's name as a line of the report."""
+    path = tmp_path / "a\nOBSERVED  o finite.safetensors"
+    path.write_bytes((captures / "bad.safetensors").read_bytes())
+    for command in (["check"], ["nan"], ["nan", "--route", "split"]):
+        out = run(capsys, *command, path)[1]
+        assert out.splitlines()[0].startswith(f"{tmp_path}/a OBSERVED  o finite.safetensors".replace("  ", " ")), command
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
+def test_a_name_that_is_not_utf8_is_said_to_be_the_trouble(captures, capsys, tmp_path):
+    """The file is sound: safetensors alone cannot open it."""
+    path = tmp_path / os.fsdecode(b"\xff.safetensors")
+    path.write_bytes((captures / "ok.safetensors").read_bytes())
+    assert_bad_input(run(capsys, "nan", path), "not UTF-8", "rename")
+
+
+def test_doctor_lists_the_toolchains_or_how_to_add_one(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("K3LAB_TOOLCHAINS", str(tmp_path))
+    item = next(i for i in run_json(capsys, "doctor")[1]["items"] if i["item"] == "toolchains")
+    assert (item["status"], item["fix"]) == ("optional", "python -m k3lab toolchain add 3.8.0")
+    (tmp_path / "triton-3.8.0" / "triton").mkdir(parents=True)
+    (tmp_path / "triton-3.8.0" / "triton" / "__init__.py").touch()
+    item = next(i for i in run_json(capsys, "doctor")[1]["items"] if i["item"] == "toolchains")
+    assert item["status"] == "ok"
+    assert item["value"].startswith("Triton 3.8.0 beside the installed one")
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="this system has no /dev/zero")
+def test_assembly_without_an_end_is_refused_before_it_fills_the_memory(capsys, monkeypatch):
+    monkeypatch.setattr(kernel, "LIMIT", 1000)
+    assert_bad_input(run(capsys, "lds", "/dev/zero"), "/dev/zero", "more than 1,000 characters")
+    assert_bad_input(run(capsys, "lint", "/dev/zero"), "/dev/zero", "a device")

@@ -394,6 +394,8 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     except OSError as e:
         raise BadInput(f"{path}: cannot be read: {e}") from e
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AttributeError, MemoryError) as e:
+        if not str(path).isprintable() and "UTF-8" in str(e):
+            raise BadInput(f"{path}: the name is not UTF-8, and safetensors opens no such file; rename it") from e
         if isinstance(e, MemoryError) or "memory" in str(e).lower():
             raise BadInput(f"{path}: {size} bytes do not fit into memory; record fewer tokens or layers in one capture ({e})") from e
         raise BadInput(f"{path}: {_what_it_is(path, size)} ({e})") from e

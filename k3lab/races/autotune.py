@@ -84,7 +84,7 @@ def read_paths(paths: Iterable[str | Path]) -> Reading:
         elif path.is_file():
             _read_file(path, reading, named=True)
         else:
-            raise BadInput(f"{path}: no such file or folder")
+            raise BadInput(f"{path}: {'is a pipe or a device, expected a file or a folder' if path.exists() else 'no such file or folder'}")
     return reading
 
 

@@ -14,6 +14,7 @@ from k3lab.races.state import Memory
 from k3lab.shapes import CHUNK
 
 INTEGERS = {"i8": np.int8, "i16": np.int16, "i32": np.int32, "i64": np.int64, "u32": np.uint32, "u64": np.uint64}
+LIMIT = 64 * 2**20  # characters; the assembly of a kernel is a few hundred KB
 LDS_BYTES = {"gfx950": 160 * 1024}  # per compute unit; 64 KiB on every other gfx9
 
 
@@ -48,13 +49,21 @@ class Input:
     workgroup: tuple = (0, 0, 0)
 
 
+def _text(path: Path) -> str:
+    with path.open(encoding="utf-8") as f:
+        text = f.read(LIMIT + 1)
+    if len(text) > LIMIT:
+        raise BadInput(f"{path}: has more than {LIMIT:,} characters, which no kernel has; pass the .amdgcn file that Triton caches")
+    return text
+
+
 def load_kernel(path: str | Path) -> Kernel:
     """Kernel from a .amdgcn file, its .ttgir and .json (Triton's launch metadata) read beside it where they exist."""
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = _text(path)
         ttgir = path.with_suffix(".ttgir")
-        types = ttgir.read_text(encoding="utf-8") if ttgir.is_file() else ""
+        types = _text(ttgir) if ttgir.is_file() else ""
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"{path}: it, or the .ttgir beside it, cannot be read as text: {error}") from None
     meta = path.with_suffix(".json")
