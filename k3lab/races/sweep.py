@@ -53,11 +53,12 @@ class Case:
 def stage_cases(
     kernel: str, inputs: Iterable[Mapping], padding: Sequence[str] = ("undefined",), configs: Sequence[Mapping] | None = None
 ) -> list[Case]:
-    """Every config of a chunk stage, or of fused_recurrent_kda (which has no padding), on every input."""
-    from k3lab.races.sweep_targets import RECURRENT, configs_of
+    """Every config of a kernel on every input; only the chunk stages have a padding."""
+    from k3lab.kda.stages import STAGES
+    from k3lab.races.sweep_targets import configs_of
 
     configs = configs_of(kernel) if configs is None else configs
-    pads = [{}] if kernel in (RECURRENT, "prepare") else [{"padding": p} for p in padding]
+    pads = [{"padding": p} for p in padding] if kernel in STAGES else [{}]
     return [Case(kernel, {**c, **p}, i) for c in configs for p in pads for i in inputs]
 
 

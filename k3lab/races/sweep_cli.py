@@ -23,9 +23,13 @@ def add_parser(command: Callable[..., argparse.ArgumentParser]) -> None:
         "sweep --kernel recompute_w_u --capture data/captures/mixed_128_decodes.safetensors --runs 50 --journal sweep.jsonl",
         status=STATUS,
     )  # fmt: skip
-    sweep.add_argument("--kernel", default="recompute_w_u", help="a chunk stage, prepare, fused_recurrent_kda, or planted")
+    sweep.add_argument(
+        "--kernel",
+        default="recompute_w_u",
+        help="a chunk stage, prepare, fused_recurrent_kda, fused_gate, fused_chunk, fused_state, attn_res, or planted",
+    )
     sweep.add_argument("--capture", action="append", default=[], metavar="FILE", help="input from a capture of kind kda; may be repeated")
-    sweep.add_argument("--ladder", action="store_true", help="also one sequence each of 1024, 4096 and 16384 tokens")
+    sweep.add_argument("--ladder", action="store_true", help="also one sequence each of 1024, 4096 and 16384 tokens (not attn_res)")
     sweep.add_argument("--padding", default="undefined,zero", help="worth of masked rows, with commas (default: undefined,zero)")
     sweep.add_argument("--runs", type=int, default=50, help="launches per config, input and fill (default: 50)")
     sweep.add_argument("--journal", metavar="FILE", help="JSONL file to resume from and append to")
@@ -74,10 +78,12 @@ def _cases(args: argparse.Namespace) -> list:
     if inputs:
         raise BadInput("--input is for a kernel of your own; give --capture, or --ladder, to a kernel of this package")
     from k3lab.kda.stages import PADDINGS
-    from k3lab.races.sweep_targets import KERNELS, call_of, capture_input, random_input, size_ladder
+    from k3lab.races.sweep_targets import ATTN_RES, KERNELS, call_of, capture_input, default_inputs, size_ladder
 
     if args.kernel not in (*KERNELS, "planted"):
         raise BadInput(f"--kernel {args.kernel!r} is not one of {', '.join(KERNELS)}, planted")
+    if args.kernel == ATTN_RES and (args.capture or args.ladder):
+        raise BadInput("--capture and --ladder are for the KDA kernels; attn_res runs on random sources, plain and as in serving")
     given = [capture_input(Path(p)) for p in args.capture]
     for spec in given:
         call_of(spec, "cpu")  # a capture that cannot be used is refused before anything runs
@@ -87,7 +93,7 @@ def _cases(args: argparse.Namespace) -> list:
     _need_gpu()
     if args.kernel == "planted":
         return planted_cases()
-    inputs = given or [random_input([1] * 128 + [4096], name="128 x 1 + 4096 tokens", seed=1)]
+    inputs = given or default_inputs(args.kernel)
     return stage_cases(args.kernel, inputs + (size_ladder(seed=2) if args.ladder else []), padding, configs)
 
 

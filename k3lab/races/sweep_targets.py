@@ -1,4 +1,4 @@
-"""What a sweep can run: a problem (inputs, outputs, float64 truth) and a launch, for the chunk stages and the recurrent kernel.
+"""What a sweep can run: a problem (inputs, outputs, float64 truth) and a launch, for every kernel of this package.
 
 A target is two functions, named "module:function" or "file.py:function" so that a subprocess can find them:
 
@@ -6,9 +6,12 @@ A target is two functions, named "module:function" or "file.py:function" so that
     launch(config, inputs, outputs)               runs the kernel once, into outputs
 
 A stage is judged by itself: its inputs are the clean outputs of the torch stages before it, and its truth is the torch
-stage in float64 on those same inputs, so an error of an earlier stage is not counted here.
+stage in float64 on those same inputs, so an error of an earlier stage is not counted here. A kernel of the fused chunk forward
+runs at its config between the other two at their defaults, and is judged by what the three give together; the buffers between
+them hold the fill too.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -23,10 +26,15 @@ from k3lab.kda import reference, stages
 from k3lab.kda.call import KdaCall
 from k3lab.kda.stages import STAGE_OUTPUTS, STAGES
 from k3lab.races.compile_worker import import_place
-from k3lab.shapes import KIMI_K3_TP8
+from k3lab.shapes import KIMI_K3, KIMI_K3_TP8
 
 RECURRENT = "fused_recurrent_kda"
-KERNELS = ("prepare", *STAGES, RECURRENT)
+FUSED = {"fused_gate": "gate", "fused_chunk": "chunk", "fused_state": "state"}  # and what triton_fused's configs call them
+ATTN_RES = "attn_res"
+KERNELS = ("prepare", *STAGES, RECURRENT, *FUSED, ATTN_RES)
+FORMS = ("plain", "serving")
+BLOCKS = math.ceil(KIMI_K3.num_layers / KIMI_K3.attn_res_block)
+ROWS = 512  # tokens of AttnRes judged at a time: a float64 copy of every source of 4,096 is 2 GB
 
 
 @dataclass
@@ -72,6 +80,25 @@ def size_ladder(tokens: Sequence[int] = (1024, 4096, 16384), **options: Any) -> 
     return [random_input([t], name=f"ladder {t} tokens", **options) for t in tokens]
 
 
+def sources_input(
+    form: str, tokens: int = 4096, hidden: int = KIMI_K3.hidden, blocks: int = BLOCKS, name: str = "", **options: Any
+) -> dict:
+    """Spec of an input of attn_res from k3lab.testing.random_sources; options are dtype (as a name) and seed.
+
+    form  "plain": the mixture alone; "serving": the pending MLP output is added first, the new prefix committed as a block, and the
+          mixture normed
+    """
+    spec = {"kind": "sources", "form": form, "tokens": tokens, "hidden": hidden, "blocks": blocks, "dtype": "bfloat16", **options}
+    return {"name": name or f"{tokens} tokens x {hidden}, {blocks} blocks, {form}", **spec}
+
+
+def default_inputs(kernel: str) -> list[dict]:
+    """What a kernel is swept on where nothing else is said: 128 decodes and a prefill of 4,096 tokens, or 4,096 tokens of AttnRes."""
+    if kernel == ATTN_RES:
+        return [sources_input(form, seed=1) for form in FORMS]
+    return [random_input([1] * 128 + [4096], name="128 x 1 + 4096 tokens", seed=1)]
+
+
 def call_of(spec: Mapping, device: str) -> KdaCall:
     """The KdaCall of a spec on the device. Raises BadInput if the spec or the file is malformed."""
     if spec.get("kind") == "capture":
@@ -82,21 +109,30 @@ def call_of(spec: Mapping, device: str) -> KdaCall:
         raise BadInput(f"input {spec.get('name')}: kind {spec.get('kind')!r} is not random or capture")
     from k3lab.testing import random_call
 
-    options = {k: v for k, v in spec.items() if k not in ("name", "kind")}
+    return _drawn(random_call, spec, device)
+
+
+def _drawn(make: Callable, spec: Mapping, device: str, **more: Any) -> Any:
+    """What a factory of k3lab.testing makes of a spec. Raises BadInput if it takes no such arguments."""
+    options = {k: v for k, v in spec.items() if k not in ("name", "kind", "form")}
     dtype = getattr(torch, str(options.get("dtype")), None)
     if not isinstance(dtype, torch.dtype):
         raise BadInput(f"input {spec.get('name')}: dtype {options.get('dtype')!r} is not a torch dtype")
     try:
-        return random_call(**options | {"dtype": dtype, "device": device})
+        return make(**options | {"dtype": dtype, "device": device} | more)
     except (TypeError, ValueError) as error:
         raise BadInput(f"input {spec.get('name')}: {error}") from None
 
 
 def problem(kernel: str, spec: Mapping, device: str) -> Problem:
-    """The problem of one stage, or of the recurrent kernel, on one input."""
+    """The problem of one kernel on one input."""
     if kernel not in KERNELS:
         raise BadInput(f"kernel {kernel!r} is not one of {', '.join(KERNELS)}")
+    if kernel == ATTN_RES:
+        return _attn_res(spec, device)
     call = call_of(spec, device)
+    if kernel in FUSED:
+        return _whole(kernel, call)
     return _recurrent(call) if kernel == RECURRENT else _stage(kernel, call)
 
 
@@ -107,8 +143,9 @@ def launch(config: Mapping, inputs: Mapping, outputs: Mapping[str, Tensor]) -> N
     options = dict(config)
     padding = options.pop("padding", "undefined")
     x, supply = inputs, iter(outputs.values())
-    if x["kernel"] == RECURRENT:
-        _launch_recurrent(options, x, outputs)
+    other = {RECURRENT: _launch_recurrent, ATTN_RES: _launch_attn_res, **dict.fromkeys(FUSED, _launch_fused)}
+    if x["kernel"] in other:
+        other[x["kernel"]](options, x, outputs)
         return
     how = {"config": options, "empty": lambda *_, **__: next(supply)}
     call = x["call"]
@@ -171,16 +208,21 @@ def _sequential_scan(tiles: stages.Tiles, call: KdaCall) -> Tensor:
     return out
 
 
-def _recurrent(call: KdaCall) -> Problem:
-    """The whole recurrence from the gathered states: truth in float64, the chunked twin with stored stages as the reference."""
+def _whole(kernel: str, call: KdaCall) -> Problem:
+    """From the raw gate to o and final_state: truth in float64, the chunked twin with stored stages as the reference."""
     from k3lab.testing import low_precision_reference
 
-    n = call.num_sequences
     truth, low = reference.recurrent_kda(call), low_precision_reference(call, call.q.dtype)
-    x = {"kernel": RECURRENT, "call": replace(call, initial_state=call.state_vk(), has_initial_state=None, state_layout="vk"),
-         "slots": torch.arange(1, n + 1, dtype=torch.int32, device=call.q.device)}  # fmt: skip
-    final = torch.empty_like(truth["final_state"], dtype=torch.float32)
-    return Problem(x, {"o": torch.empty_like(call.v), "final_state": final}, truth, low, call.q.dtype)
+    outputs = {"o": torch.empty_like(call.v), "final_state": torch.empty_like(truth["final_state"], dtype=torch.float32)}
+    return Problem({"kernel": kernel, "call": call}, outputs, truth, low, call.q.dtype)
+
+
+def _recurrent(call: KdaCall) -> Problem:
+    """The whole recurrence from the gathered states, one slot of the pool to a sequence."""
+    p = _whole(RECURRENT, call)
+    p.inputs["call"] = replace(call, initial_state=call.state_vk(), has_initial_state=None, state_layout="vk")
+    p.inputs["slots"] = torch.arange(1, call.num_sequences + 1, dtype=torch.int32, device=call.q.device)
+    return p
 
 
 def _launch_recurrent(config: Mapping, x: Mapping, outputs: Mapping[str, Tensor]) -> None:
@@ -195,6 +237,51 @@ def _launch_recurrent(config: Mapping, x: Mapping, outputs: Mapping[str, Tensor]
     outputs["final_state"].copy_(pool[1:])
 
 
+def _launch_fused(config: Mapping, x: Mapping, outputs: Mapping[str, Tensor]) -> None:
+    from k3lab.kda import triton_fused
+
+    supply, fill = iter(outputs.values()), float(outputs["o"].flatten()[0])
+
+    def empty(shape: tuple, dtype: torch.dtype, device: torch.device) -> Tensor:
+        out = next(supply, None)  # o and final_state come first
+        return torch.full(shape, fill, dtype=dtype, device=device) if out is None else out
+
+    triton_fused.chunk_kda(x["call"], {FUSED[x["kernel"]]: config}, check=False, empty=empty)
+
+
+def _attn_res(spec: Mapping, device: str) -> Problem:
+    """The mixture of one consumer; in the serving form also the new prefix, and that prefix as a block in the same bank."""
+    from k3lab.attn_res.reference import attn_res_reference
+    from k3lab.testing import random_sources
+
+    if spec.get("kind") != "sources" or spec.get("form") not in FORMS:
+        raise BadInput(f"input {spec.get('name')}: attn_res takes kind sources, form {' or '.join(FORMS)}; see sources_input")
+    serving, n = spec["form"] == "serving", spec["blocks"]
+    x = _drawn(random_sources, spec, device, pending=serving, output_norm=serving, spare=int(serving))
+    per_token = {"prefix": x["prefix"], "pending": x.get("pending")}
+    parts = []
+    for rows in (slice(i, i + ROWS) for i in range(0, spec["tokens"], ROWS)):
+        some = x | {k: None if v is None else v[rows] for k, v in per_token.items()} | {"bank": x["bank"][:, rows]}
+        parts.append([attn_res_reference(**some, dtype=d) for d in (torch.float64, torch.float32)])
+    dtype = x["prefix"].dtype
+    truth, low = {"o": torch.cat([t.o for t, _ in parts])}, {"o": torch.cat([f.o.to(dtype) for _, f in parts])}
+    outputs = {"o": torch.empty_like(x["prefix"])}
+    if serving:
+        truth["prefix"] = truth["block"] = low["prefix"] = low["block"] = torch.cat([t.prefix for t, _ in parts])
+        outputs |= {"prefix": torch.empty_like(x["prefix"]), "block": x["bank"][n]}
+    return Problem({**x, "kernel": ATTN_RES, "bank": x["bank"][:n]}, outputs, truth, low, dtype)
+
+
+def _launch_attn_res(config: Mapping, x: Mapping, outputs: Mapping[str, Tensor]) -> None:
+    from k3lab.attn_res.triton_attn_res import attn_res_triton
+
+    commit, bank, supply = "block" in outputs, x["bank"], iter(outputs.values())
+    # an input is the valid blocks alone, since the one behind them is written
+    bank = bank.as_strided((len(bank) + commit, *bank.shape[1:]), bank.stride())
+    given = {k: v for k, v in x.items() if k != "kernel"} | {"bank": bank}
+    attn_res_triton(**given, commit=commit, config=dict(config), empty=lambda *_, **__: next(supply))
+
+
 def configs_of(kernel: str) -> list[dict]:
     """The launch configurations worth trying, from the kernel's own module. Raises BadInput for an unknown kernel."""
     if kernel not in KERNELS:
@@ -203,6 +290,14 @@ def configs_of(kernel: str) -> list[dict]:
         from k3lab.kda.triton_recurrent import CONFIGS as recurrent
 
         return [dict(c) for c in recurrent]
+    if kernel in FUSED:
+        from k3lab.kda.triton_fused import CONFIGS as fused
+
+        return [dict(c) for c in fused[FUSED[kernel]]]
+    if kernel == ATTN_RES:
+        from k3lab.attn_res.triton_attn_res import CONFIGS as attn_res
+
+        return [dict(c) for c in attn_res]
     from k3lab.kda.triton_chunk import CONFIGS
 
     return [dict(c) for c in CONFIGS[kernel]]
