@@ -20,11 +20,31 @@
 import pandas as pd
 from IPython.display import Markdown, display
 
-from k3lab import drafter_figures, figures, nan_figures, nonfinite, provenance, race_figures
-from k3lab.drafter import acceptance
+from k3lab import drafter_figures, figures, inputs, nan_figures, nonfinite, provenance, race_figures
+from k3lab.drafter import acceptance, logs
 from k3lab.races.matrix import read_journal
 
 print(provenance.versions())
+
+# %% [markdown]
+# ## The input
+#
+# The pictures are of the shipped data. Set `K3LAB_CAPTURE` or `K3LAB_LOG` to a file of yours and run this again: it is looked at here, and
+# the notebook to open is named.
+
+# %%
+capture_path, log_path = inputs.chosen("K3LAB_CAPTURE"), inputs.chosen("K3LAB_LOG")
+if capture_path:
+    capture, _ = inputs.examined(capture_path)
+    print(
+        "open:",
+        {"kda": "01 (or 02 for its gate)", "attn_res": "03"}.get(capture.kind, f"none: kind {capture.kind} is for the command line"),
+    )
+if log_path:
+    found = logs.read(log_path)
+    print("log:", found.diagnosis.text if found.recognised else "no acceptance figures in it; if it is autotuning output, open 02")
+if not capture_path and not log_path:
+    print("K3LAB_CAPTURE and K3LAB_LOG are not set")
 
 # %% [markdown]
 # ## 1 · Decodes come back NaN

@@ -37,7 +37,7 @@ import pandas as pd
 import torch
 from IPython.display import Markdown, display
 
-from k3lab import figures, nan_figures, nonfinite, provenance
+from k3lab import figures, inputs, nan_figures, nonfinite, provenance
 from k3lab.capture import Capture
 from k3lab.kda import stages
 from k3lab.kda.layer import kda_layer_step, plan
@@ -57,18 +57,12 @@ print(provenance.versions())
 # %%
 DATA = "../data"
 SHIPPED = f"{DATA}/captures/mixed_split_layer1.safetensors"
-path = os.environ.get("K3LAB_CAPTURE") or SHIPPED
-if not os.path.exists(path) and os.path.exists(os.path.join("..", path)):  # make run is typed one folder up
-    path = os.path.join("..", path)
+path = inputs.chosen("K3LAB_CAPTURE", SHIPPED)
 shipped = path == SHIPPED
-capture = Capture.load(path)
+capture, report = inputs.examined(path)
 call = capture.kda_call()
-report = capture.check()
-print("capture:", os.path.basename(path), "· layer", call.layer, "· step", call.step)
-print("lengths:", call.lengths.tolist(), "· decodes first:", call.num_decodes)
+print("layer", call.layer, "· step", call.step, "· lengths:", call.lengths.tolist(), "· decodes first:", call.num_decodes)
 print("q, k, v:", call.q.dtype, list(call.q.shape), "· state", list(call.state_vk().shape), call.state_vk().dtype)
-print("capture doctor:", "nothing found" if report.empty else f"{len(report)} findings")
-display(report[["severity", "tensor", "finding"]])
 
 # %%
 if shipped:

@@ -20,13 +20,14 @@
 #
 # **Answer in four lines.**
 # 1. Under Attention Residuals (AttnRes) a layer forwards the running *prefix*; what the next layer reads is a *mixture* of the committed
-#    blocks and that prefix. At a tap after a layer an engine can take either.
+#    blocks and that prefix. At a tap after a layer an engine can take either. [1](#1-·-What-a-layer-forwards,-and-what-the-next-one-reads) [2](#2-·-Two-streams-at-every-tap)
 # 2. It works both ways. A drafter trained on the mixture emits 4.52 tokens a round, fed the prefix 1.98. One trained on the prefix emits
 #    4.14, fed the mixture 2.49. So the stream belongs to the checkpoint: neither one is the fix for every drafter.
+#    [5](#5-·-Two-drafters,-two-streams,-three-offsets)
 # 3. The layer belongs to it too. A layer off costs 0.4 to 1.3 tokens a round here, and in a published drafter it costs more than the
-#    other stream does.
+#    other stream does. [5](#5-·-Two-drafters,-two-streams,-three-offsets) [6](#6-·-What-others-published)
 # 4. In a log it shows at position 0: the first draft fails where it should not. `python -m k3lab acceptance` reads the log,
-#    `passport` says what the engine feeds and what the checkpoint expects.
+#    `passport` says what the engine feeds and what the checkpoint expects. [7](#7-·-From-a-log) [8](#8-·-The-passport-of-a-drafter)
 #
 # The cells run on a CPU with a small trained model of the Kimi-K3 architecture and drafters trained for it. The counts of section 5 were
 # made on an H200; a slice of them is counted again here. What this does and does not prove is said at the end.
@@ -38,7 +39,7 @@ import pandas as pd
 import torch
 from IPython.display import Markdown, display
 
-from k3lab import drafter_figures, figures, provenance
+from k3lab import drafter_figures, figures, inputs, provenance
 from k3lab.attn_res import attn_res
 from k3lab.attn_res.reference import attn_res_reference
 from k3lab.attn_res.streams import compare, layer_id, streams
@@ -67,27 +68,17 @@ print(provenance.versions())
 # %%
 DATA = "../data"
 SHIPPED = {"K3LAB_CAPTURE": f"{DATA}/captures/attn_res_taps.safetensors", "K3LAB_LOG": f"{DATA}/drafter_fed_prefix.log"}
-
-
-def chosen(variable: str) -> str:
-    path = os.environ.get(variable) or SHIPPED[variable]
-    if not os.path.exists(path) and os.path.exists(os.path.join("..", path)):  # make run is typed one folder up
-        path = os.path.join("..", path)
-    return path
-
-
-capture_path, log_path = chosen("K3LAB_CAPTURE"), chosen("K3LAB_LOG")
+capture_path, log_path = (inputs.chosen(variable, path) for variable, path in SHIPPED.items())
 if os.path.isfile(capture_path) and Capture.load(capture_path).kind != "attn_res":
     print(os.path.basename(capture_path), "is no AttnRes capture (notebook 01 is for those of KDA): the shipped one is taken")
     capture_path = SHIPPED["K3LAB_CAPTURE"]
 shipped, shipped_log = capture_path == SHIPPED["K3LAB_CAPTURE"], log_path == SHIPPED["K3LAB_LOG"]
-print("captures:", os.path.basename(capture_path), "· log:", os.path.basename(log_path))
 if os.path.isfile(capture_path):
-    capture = Capture.load(capture_path)
-    report = capture.check()
+    capture, report = inputs.examined(capture_path)
     print(", ".join(f"{name} {list(x.shape)}" for name, x in sorted(capture.tensors.items())), "·", capture.metadata.get("dtype", ""))
-    print("capture doctor:", "nothing found" if report.empty else f"{len(report)} findings")
-    display(report[["severity", "tensor", "finding"]])
+else:
+    print("captures:", os.path.basename(capture_path))
+print("log:", os.path.basename(log_path))
 
 # %%
 if shipped:
