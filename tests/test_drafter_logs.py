@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -404,6 +406,17 @@ def test_rates_that_are_no_survival_give_no_positions_and_too_many_are_refused()
 
 
 # ---------------------------------------------------------------- inputs
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_a_pipe_is_read(tmp_path, pack):
+    """What a shell makes of `<(zcat server.log.gz)`."""
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(pack(REAL.encode() + b"\n"),))
+    writer.start()
+    assert read(tmp_path / "pipe").recognised
+    writer.join()
 
 
 def test_gz_and_invalid_utf8_are_read(tmp_path):

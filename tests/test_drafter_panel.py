@@ -1,5 +1,6 @@
 """The panel of notebook 03: the setting that is chosen, intervals, a log beside it, and what is shown in place of a picture."""
 
+import os
 from functools import partial
 from pathlib import Path
 
@@ -92,11 +93,19 @@ def test_a_changed_file_is_read_again(summary, tmp_path):
     [
         ({"drafter": "x"}, "mixture, prefix"), ({"domain": "x"}, "all, code"), ({"stream": "zeros", "offset": 1}, r"zeros \+1 was not"),
         ({"log": "no/such.log"}, "no such file"), ({"log": "one line\nand another\n"}, "one line"),
+        ({"log": "-"}, "is no file"), ({"log": os.devnull}, "is no file"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_drawn_says_why(summary, wrong, said):
+    """Also what a kernel would wait for without end: standard input, a pipe."""
     with pytest.raises(BadInput, match=said):
         drafter_panel.draw(summary, **wrong)
+
+
+def test_a_path_from_the_home_folder_is_found(summary, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "my.log").write_text((DATA / "drafter_fed_prefix.log").read_text())
+    assert "log: 2.0" in caption(drafter_panel.draw(summary, log="~/my.log")[0], "finding")
 
 
 def test_counts_that_are_none_are_refused(tmp_path):

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from k3lab.capture.format import TENSORS, Capture, check_metadata, starting_slots
+from k3lab.capture.taps import is_tap, tap
 from k3lab.errors import BadInput
 
 ARGUMENTS = {name: name for kind in ("kda", "attn_res") for name in TENSORS[kind]} | {
@@ -49,7 +50,8 @@ class Recorder:
     """The handle of one recorded callable; see record().
 
     written    files of this process, in order            bytes   tensor bytes written so far
-    skipped    calls passed through: graph capture, shapes only   error   why recording stopped, if it failed
+    skipped    calls passed through: graph capture, shapes only, a tap whose consumer is on another rank
+    error      why recording stopped, if it failed
     active     False once stopped, full or failed
     """
 
@@ -162,6 +164,13 @@ class Recorder:
             return None
         live: dict[str, Tensor] = {}
         metadata: dict[str, Any] = {"absent": []}
+        if is_tap(named):
+            found = tap(named)
+            if found is None:
+                self.skipped += 1
+                return None
+            named, about = found
+            metadata |= about
         for name, value in named.items():
             place = self._place(name, named)
             if place is None:
@@ -195,6 +204,8 @@ class Recorder:
         """Add results and states after the call, then write the file."""
         kind = "kda" if {"q", "k", "v"} <= tensors.keys() else "attn_res" if {"score_norm", "score_proj"} <= tensors.keys() else "call"
         results = _results(result, live, kind)
+        if kind == "attn_res" and metadata.get("stream") == "prefix":
+            results.pop("o", None)  # what the tap handed out is no mixture
         slots, state = _used_slots(live), live.get("initial_state")
         if slots is not None:
             for pool, after in POOLS.items():

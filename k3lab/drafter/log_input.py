@@ -53,8 +53,7 @@ def _file(path: str | Path) -> Iterator:
         if Path(path).is_dir():
             raise BadInput(f"{path}: a folder; name the log files in it")
         with open(path, "rb") as raw:
-            packed = raw.read(2) == b"\x1f\x8b"
-            raw.seek(0)
+            packed = raw.peek(2)[:2] == b"\x1f\x8b"  # no seek: `<(zcat server.log.gz)` is a pipe
             with _checked(name, gzip.open(raw) if packed else raw) as f:
                 yield f
     except FileNotFoundError:

@@ -6,6 +6,7 @@ fig, frame = drafter_panel.draw(summary, drafter="mixture", stream="prefix", off
 """
 
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -121,11 +122,17 @@ def _interval(row: pd.Series) -> str:
 
 
 def _read(log: str) -> logs.LogReport:
-    """What a log says. Raises BadInput if nothing in it was understood, with the first lines."""
+    """What a log says. Raises BadInput if nothing in it was understood, with the first lines, and for what would never end."""
+    if "\n" not in log:
+        log = os.path.expanduser(log)
     try:
-        changed = os.stat(log).st_mtime_ns
+        status = os.stat(log)
     except (OSError, ValueError):  # a text, or a name that is not there
-        changed = 0
+        status = None
+    # a kernel has no standard input, and would wait for a pipe for ever
+    if log == "-" or (status and not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode)):
+        raise BadInput(f"log: {log} is no file; paste the lines, or give the path of a file")
+    changed = status.st_mtime_ns if status else 0
     report = _report(log, changed)
     if not report.recognised:
         first = [f"line {number}: {text}" for u in report.unread for number, text, _ in u.first][:SHOWN]
