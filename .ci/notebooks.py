@@ -209,10 +209,17 @@ def process(what: str, source: Path, out: Path) -> list[str]:
     nb, failure = execute(source)
     write(nb, out / "notebooks" / committed.name)
     if failure is not None:
-        return str(failure).splitlines()
+        return complaint(failure)
     if what == "render":
         write(nb, committed)
     return differences(old, nb) if what == "check" else []
+
+
+def complaint(failure: Exception) -> list[str]:
+    """What the package says of an input, in its one line; of anything else the whole traceback, without colours."""
+    if getattr(failure, "ename", "") in ("BadInput", "Unsupported"):
+        return [f"{failure.ename}: {failure.evalue}"]
+    return re.sub(r"\x1b\[[\d;]*m", "", str(failure)).splitlines()
 
 
 def main() -> int:

@@ -65,7 +65,9 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run one command; return its exit status. Bad input, a full disk or Ctrl-C becomes one line on stderr and status 2 (130)."""
     parser = build_parser()
-    args = parser.parse_args(argv)
+    args, rest = parser.parse_known_args(argv)
+    if rest:
+        _take(args, rest)
     if "" in (sys.argv[1:] if argv is None else argv):
         parser.error("an argument is empty; is it a shell variable that is not set?")
     try:
@@ -83,6 +85,14 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     except ModuleNotFoundError as e:
         return _complain(f"{e.name} is not installed; python -m k3lab doctor says how to install what is missing")
+
+
+def _take(args: argparse.Namespace, rest: list[str]) -> None:
+    """Names after an option, as in `toolchain add --json 3.8.0`, which argparse leaves over; anything else is refused with the usage."""
+    names = next((a for a in args.parser._get_positional_actions() if a.nargs in ("*", "+")), None)
+    if names is None or any(x.startswith("-") for x in rest):
+        args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    setattr(args, names.dest, [*getattr(args, names.dest), *rest])
 
 
 def _complain(message: object) -> int:

@@ -468,3 +468,16 @@ def test_assembly_without_an_end_is_refused_before_it_fills_the_memory(capsys, m
     monkeypatch.setattr(kernel, "LIMIT", 1000)
     assert_bad_input(run(capsys, "lds", "/dev/zero"), "/dev/zero", "more than 1,000 characters")
     assert_bad_input(run(capsys, "lint", "/dev/zero"), "/dev/zero", "a device")
+
+
+def test_names_may_stand_on_both_sides_of_an_option(captures, capsys):
+    """argparse gives the names after an option back as not understood."""
+    status, out, _ = run(capsys, "check", captures / "ok.safetensors", "--json", captures / "bare.safetensors")
+    assert [Path(c["path"]).name for c in json.loads(out)["captures"]] == ["ok.safetensors", "bare.safetensors"]
+    status, out, err = run(capsys, "toolchain", "add", "--json", "no-version")
+    assert "'no-version' is not a version number" in err
+    for wrong in (["check", "x", "--jsn"], ["nan", "x", "y"], ["doctor", "x"]):
+        status, out, err = run(capsys, *wrong)
+        assert (status, out) == (2, "")
+        assert f"k3lab {wrong[0]}" in err, "the usage shown is the command's own"
+        assert "unrecognized arguments" in err

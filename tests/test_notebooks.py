@@ -166,3 +166,16 @@ def test_widget_state_is_refused():
     old = notebook()
     old.metadata["widgets"] = {}
     assert any("widget" in line for line in tool.differences(old, notebook()))
+
+
+@pytest.mark.slow
+def test_a_bad_input_is_one_line_and_another_failure_a_traceback_without_colours(folder):
+    source = folder / "notebooks" / "01_demo.py"
+    source.write_text("# %%\nfrom k3lab.errors import BadInput\n\nraise BadInput('x.safetensors: no such file')\n")
+    told = call(folder, "run")
+    assert told.returncode == 1
+    assert told.stdout.splitlines()[1] == "BadInput: x.safetensors: no such file"
+    source.write_text("# %%\n1 / 0\n")
+    told = call(folder, "run")
+    assert "ZeroDivisionError" in told.stdout
+    assert "\x1b" not in told.stdout
