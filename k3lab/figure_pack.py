@@ -293,6 +293,10 @@ def make(
     unknown = [n for n in names if n not in FIGURES]
     if unknown:
         raise BadInput(f"figure {unknown[0]!r} is not one of {', '.join(FIGURES)}")
+    for option, value, kinds in (("--capture", capture, ("kda", "attn_res")), ("--log", log, ("log",))):
+        takers = [n for n in FIGURES if OF.get(n) in kinds]
+        if names and value is not None and not set(names) & set(takers):
+            raise BadInput(f"{option} {value}: {', '.join(names)} shows other data; figures of a {option[2:]}: {', '.join(takers)}")
     given = Inputs(None if capture is None else Path(capture), None if log is None else Path(log))
     kinds = ([Capture.load(capture).kind] if capture is not None else []) + (["log"] if log is not None else [])
     for name in dict.fromkeys(names) if names else FIGURES:

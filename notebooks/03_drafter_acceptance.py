@@ -200,7 +200,7 @@ net = model.load(f"{DATA}/tiny_k3.safetensors")
 drafters = {s: dflash.load(f"{DATA}/drafter_{s}.safetensors", target=f"{DATA}/tiny_k3.safetensors") for s in ("mixture", "prefix")}
 pd.DataFrame(
     {
-        "trained on": d.origin.stream, "seed": d.origin.seed, "taps (after layer)": str(d.config.taps), "drafts": d.config.block - 1,
+        "trained on": d.origin.stream, "seed": d.origin.seed, "taps (after layer)": str(d.config.taps), "draft tokens a round": d.config.block - 1,
         "parameters": sum(p.numel() for p in d.parameters()),
     }
     for d in drafters.values()
@@ -215,10 +215,10 @@ assert drafters["mixture"].config.block - 1 == 7
 # %% [markdown]
 # ## 4 · The walk loses nothing
 #
-# A round drafts 7 tokens, one step of the target verifies them, the longest prefix that the target agrees with is kept, and the target
-# adds one token of its own, the bonus. The KDA state is rolled back to the last token kept. Greedy, the output must be plain decoding's
-# token for token, whatever the drafter is fed; the wrong stream costs rounds, never text. Live, one prompt of each domain, both drafters
-# on both streams, against plain decoding and against the shipped counts of the same prompts:
+# A round drafts 7 tokens, one step of the target verifies them, those before the first that the target disagrees with are kept, and the
+# target adds one token of its own, the bonus. The KDA state is rolled back to the last token kept. Greedy, the output must be plain
+# decoding's token for token, whatever the drafter is fed; the wrong stream costs rounds, not text. Live, one prompt of each domain, both
+# drafters on both streams, against plain decoding and against the shipped counts of the same prompts:
 
 # %%
 prompts = counts.load_prompts(f"{DATA}/drafter_prompts.safetensors")
@@ -653,8 +653,9 @@ assert (disputed.verdict, disputed.expected["stream"]) == ("cannot tell", "dispu
 #
 # ## 9 · Is the difference between two evaluations real?
 #
-# A faulty stream costs speed alone, as the walk is lossless. Where answers change as well, something else is wrong. Two lm_eval
-# tables of vLLM PR 50649 (notebook 01), before and with the PR: `evaldelta` finds the number of questions from the printed standard errors.
+# A faulty stream costs speed alone, as the walk is lossless. Where answers change by more than near ties (an engine may round the step
+# that verifies and the step of plain decoding differently), something else is wrong. Two lm_eval tables of vLLM PR 50649 (notebook 01),
+# before and with the PR: `evaldelta` finds the number of questions from the printed standard errors.
 
 # %%
 table = f"{DATA}/published/vllm_pr_50649_gsm8k.csv"

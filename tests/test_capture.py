@@ -279,6 +279,13 @@ def edit(tensors=None, drop=(), **metadata):
     return apply
 
 
+def renamed(old: str, new: str):
+    def apply(c: Capture) -> None:
+        c.tensors[new] = c.tensors.pop(old)
+
+    return apply
+
+
 CONTENTS = {
     "no q": (edit(drop=["q"]), r"q: is missing, expected \[T, H, K\]; the file holds A_log"),
     "no A_log": (edit(drop=["A_log"]), "A_log: is missing"),
@@ -286,6 +293,8 @@ CONTENTS = {
     "no lower_bound": (edit(drop=["lower_bound"]), "lower_bound: is missing"),
     "no state_layout": (edit(drop=["state_layout"]), "state_layout: is missing"),
     "wrong kind": (edit(kind="attn_res"), "kind: is 'attn_res'"),
+    "raw gate as g": (renamed("raw_g", "g"), r"g: has a log-decay of .* arguments=\{'g': 'raw_g'\}"),
+    "raw beta as beta": (renamed("raw_beta", "beta"), r"beta: has .* lies in \[0, 1\].* arguments=\{'beta': 'raw_beta'\}"),
     "integer q": (edit({"q": lambda x: x.int()}), "q, k, v: dtypes torch.int32"),
     "mixed dtypes": (edit({"k": lambda x: x.half()}), "differ"),
     "integer A_log": (edit({"A_log": lambda x: x.int()}), "A_log: dtype torch.int32"),
@@ -477,6 +486,8 @@ SICK = {  # name: (what is done to a healthy capture, severity, tensor, words of
     "short slots": (edit({"state_indices": lambda x: x[:2]}), "error", "state_indices", "expected [N] or [N, S]"),
     "activated gate": (activated(1.0), "warning", "raw_g", "looks already activated"),
     "activated gate, log2": (activated(1.4426950408889634), "warning", "raw_g", "in log2 units"),
+    "raw gate as g": (renamed("raw_g", "g"), "error", "g", "a log-decay is at most 0"),
+    "raw beta as beta": (renamed("raw_beta", "beta"), "error", "beta", "lies in [0, 1]"),
     "cumulative gate": (cumulative, "warning", "raw_g", "cumulative sum"),
     "activated beta": (edit({"raw_beta": torch.sigmoid}), "warning", "raw_beta", "after the sigmoid"),
     "half A_log": (edit({"A_log": lambda x: x.half()}), "warning", "A_log", "dtype torch.float16"),

@@ -48,6 +48,14 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path):
         list(figure_pack.make(["03_log"], log=tmp_path / "none.log"))
 
 
+def test_an_input_that_no_named_figure_shows_is_refused():
+    """A figure of the shipped data must not pass for one of the file that was given."""
+    with pytest.raises(BadInput, match=r"--capture .*: 03_log shows other data; figures of a capture: 01_tiles"):
+        list(figure_pack.make(["03_log"], capture=figure_pack.SHIPPED))
+    with pytest.raises(BadInput, match=r"--log .*: 01_routes shows other data; figures of a log: 03_log, 03_overlay"):
+        list(figure_pack.make(["01_routes"], log=LOGS / "vllm_0.33.log"))
+
+
 def test_the_command_takes_a_log_and_says_how_to_make_the_figure_again(tmp_path, capsys):
     assert main(["figures", "03_log", "--log", str(LOGS / "vllm_0.33.log"), "--out", str(tmp_path)]) == 0
     assert "Reproduce: `python -m k3lab figures 03_log --log vllm_0.33.log`" in (tmp_path / "03_log.md").read_text()

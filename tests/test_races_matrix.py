@@ -186,6 +186,7 @@ def test_command_line_finds_the_race_and_lds_finds_it_again_in_the_folder(cache,
     ("words", "message"),
     [
         (["races", RECOMPUTE_W_U, "--target", "cuda:90"], "LDS analysis is for AMD"),
+        (["races", RECOMPUTE_W_U, "--target", "gfx950"], "write hip:gfx950"),
         (["races", RECOMPUTE_W_U, "--target", "hip:gfx1"], "hip:gfx1"),
         (["races", RECOMPUTE_W_U, "--configs", "4x2"], "'4x2'"),
         (["races", RECOMPUTE_W_U, "--signature", "[1"], "--signature"),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from k3lab.capture.format import REQUIRED, TENSORS, Capture, is_integer, starting_slots
+from k3lab.capture.format import REQUIRED, SAY_LAYOUT, STORE_RAW, TENSORS, Capture, is_integer, not_activated, starting_slots
 from k3lab.errors import BadInput
 from k3lab.kda.call import FLOATS, KdaCall
 from k3lab.kda.reference import recurrent_kda
@@ -234,6 +234,10 @@ def _gate(c: Capture) -> Iterator[Finding]:
         what = f"is {bound}; the log-decay lies in (lower_bound, 0), natural log"
         yield Finding("error", "metadata lower_bound", "", what, "give the negative bound of the checkpoint (Kimi-K3: -5), or None")
         bound = None
+    for name, do in STORE_RAW.items():
+        x = c.tensors.get(name)
+        if x is not None and f"raw_{name}" not in c.tensors and x.dtype in FLOATS and (why := not_activated(name, x)):
+            yield Finding("error", name, "", why, do)
     beta = c.tensors.get("raw_beta")
     if beta is not None and beta.dtype in FLOATS and beta.numel() >= 64 and bool(((beta >= 0) & (beta <= 1)).all()):
         what = "all values lie in [0, 1]: looks like beta after the sigmoid"
@@ -261,8 +265,7 @@ def _state_shape(c: Capture) -> Iterator[Finding]:
     q, v, layout = _packed(c, "q"), _packed(c, "v"), c.metadata.get("state_layout")
     states = [n for n in ("initial_state", "final_state") if n in c.tensors]
     if states and layout is None:
-        do = "say whether the state is [N, H, V, K] (vLLM: 'vk') or [N, H, K, V] (fla's default: 'kv'); with K = V the shape cannot tell"
-        yield Finding("error", "metadata state_layout", "", "is missing", do)
+        yield Finding("error", "metadata state_layout", "", "is missing, and with K = V no shape tells", SAY_LAYOUT)
     if q is None or v is None:
         return
     cu = _offsets(c)

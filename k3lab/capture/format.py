@@ -68,6 +68,14 @@ METADATA = {
     "tp_rank": int, "tp_size": int, "git_commit": str, "route": str, "stream": str | list, "layer_ids": list,
     "has_norm": bool, "absent": list, "layers": list, "num_layers": int, "attn_res_block": int, "pp_layers": list,
 }  # fmt: skip
+SAY_LAYOUT = (
+    "say whether states are [N, H, V, K] (vLLM: 'vk') or [N, H, K, V] (fla's default: 'kv'): record(..., state_layout='vk'), or set it in "
+    "the capture's metadata and save"
+)
+STORE_RAW = {
+    name: f"if it is {name} before activation, store it as raw_{name}: record(..., arguments={{'{name}': 'raw_{name}'}})"
+    for name in ("g", "beta")
+}
 PER_SEQUENCE = {"initial_state", "has_initial_state", "state_indices", "spec_mask", "num_accepted_tokens"}
 _CHOICES = {"kind": tuple(TENSORS), "state_layout": STATE_LAYOUTS, "gate_base": GATE_BASES}
 
@@ -188,7 +196,7 @@ class Capture:
             if name not in x and name != "cu_seqlens" and not (name == "dt_bias" and name in meta.get("absent", [])):
                 raise self._bad(name, f"is missing, expected {TENSORS['kda'][name]}; the file holds {', '.join(sorted(self.tensors))}")
         if "initial_state" in x and "state_layout" not in meta:
-            raise self._bad("metadata state_layout", "is missing; say whether initial_state is [N, H, V, K] ('vk') or [N, H, K, V] ('kv')")
+            raise self._bad("metadata state_layout", f"is missing; {SAY_LAYOUT}")
         self._drop_batch_axis(x)
         heads, width = x["q"].shape[1:]
         x["A_log"] = x["A_log"].flatten()
@@ -252,14 +260,16 @@ class Capture:
     def _activated(self, x: dict[str, Tensor]) -> float | None:
         """Replace activated g and beta by raw_g and raw_beta in x; return the lower bound that then applies."""
         if "raw_beta" not in x and "beta" in x:
+            if why := not_activated("beta", x["beta"].float()):
+                raise self._bad("beta", f"{why}; {STORE_RAW['beta']}")
             x["raw_beta"] = torch.logit(x["beta"].float())
         if "raw_g" in x or "g" not in x:
             return self.metadata.get("lower_bound")
         if x["g"].dim() not in (3, 4):
             raise self._bad("g", f"shape {tuple(x['g'].shape)}, expected {TENSORS['kda']['g']}")
         g = x["g"].float() * (0.6931471805599453 if self.metadata.get("gate_base") == "log2" else 1.0)
-        if bool((g > 0).any()):
-            raise self._bad("g", f"has a log-decay of {float(g.max()):.3g}; a decay is at most 0")
+        if why := not_activated("g", g):
+            raise self._bad("g", f"{why}; {STORE_RAW['g']}")
         x["raw_g"] = torch.log(torch.expm1(-g))
         x["A_log"], x["dt_bias"] = torch.zeros(g.shape[-2]), torch.zeros(g.shape[-2:])
         return None
@@ -285,6 +295,16 @@ class Capture:
                 x["cu_seqlens"] = torch.arange(0, batch * tokens + 1, max(tokens, 1), dtype=torch.int32)
             else:
                 raise self._bad("cu_seqlens", "is missing, expected [N + 1] offsets of the packed sequences")
+
+
+def not_activated(name: str, x: Tensor) -> str:
+    """Why x cannot be an activated g (a log-decay, at most 0) or beta (a sigmoid, 0 to 1), or "" if it can; NaN is no reason."""
+    if name == "g" and bool((x > 0).any()):
+        return f"has a log-decay of {float(x[x > 0].max()):.3g}; a log-decay is at most 0"
+    outside = (x < 0) | (x > 1)
+    if name == "beta" and bool(outside.any()):
+        return f"has {float(x[outside][0]):.3g}; beta after the sigmoid lies in [0, 1]"
+    return ""
 
 
 def starting_slots(state_indices: Tensor, count: int, num_accepted_tokens: Tensor | None = None) -> Tensor:

@@ -91,7 +91,9 @@ def races_main(args: argparse.Namespace) -> int:
     from k3lab.races.matrix import CONFIGS, matrix_builds, rows_of
 
     if not args.target.startswith("hip:"):
-        raise BadInput(f"--target {args.target}: LDS analysis is for AMD targets; a CUDA kernel can be compiled, and swept on a GPU")
+        if args.target.startswith("gfx"):
+            raise BadInput(f"--target {args.target}: write hip:{args.target}")
+        raise BadInput(f"--target {args.target}: LDS analysis is for AMD targets, hip:gfx950; a CUDA kernel can be swept on a GPU")
     signature = {**_captured(args.capture), **_signature(args.signature)}
     configs = [_config(c) for c in args.configs.split(",")] if args.configs else CONFIGS
     padding = [p.strip() for p in args.padding.split(",")]
