@@ -124,11 +124,11 @@ def bar(ax: Axes, series: int, x, height, **kwargs):
 
 
 def markdown_table(frame: pd.DataFrame) -> str:
-    """The frame as a Markdown table, floats to 4 digits; an index that has a name becomes the first columns."""
+    """The frame as a Markdown table, floats to 4 digits, missing ones empty; an index that has a name becomes the first columns."""
     frame = _flat(frame)
 
     def cell(x: object) -> str:
-        text = f"{x:.4g}" if isinstance(x, float) else str(x)
+        text = "" if x is None or x is pd.NA or x != x else f"{x:.4g}" if isinstance(x, float) else str(x)
         return " ".join(text.replace("|", "\\|").split())
 
     rows = [list(frame.columns), ["---"] * frame.shape[1], *frame.itertuples(index=False, name=None)]

@@ -552,9 +552,7 @@ if t is not None and t.survival:
 for d in report.diagnoses:
     display(Markdown(f"> {d.text}"))
 for u in report.unread:
-    print(
-        f"{u.lines} lines, {u.records} records, {u.ordinary} about other things, {u.spec_like} look like acceptance and were not understood"
-    )
+    print(f"lines {u.lines}, records {u.records}, about other things {u.ordinary}, like acceptance and not understood {u.spec_like}")
     for number, text, why in u.first:
         print(f"  line {number}: {why + ': ' if why else ''}{text[:100]}")
 

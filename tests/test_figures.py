@@ -194,6 +194,11 @@ def test_the_snippet_says_how_to_make_the_figure_again(tmp_path, monkeypatch):
     assert "Reproduce: `mine`" in figures.export(draw(), FRAME, "x", tmp_path, "mine")[3].read_text()
 
 
+def test_what_is_missing_is_an_empty_cell():
+    frame = pd.DataFrame({"a": [1.5, float("nan")], "b": ["x", None]})
+    assert figures.markdown_table(frame).splitlines()[2:] == ["| 1.5 | x |", "|  |  |"]
+
+
 def test_what_half_size_or_grey_would_lose_is_named():
     """Small text, text outside the picture, and two series told apart by hue alone."""
     assert figures.problems(draw()) == []

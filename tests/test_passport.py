@@ -290,3 +290,11 @@ def test_hostile_configs_give_a_verdict_or_bad_input(tmp_path_factory, config, e
         return
     assert result.verdict in ("match", "mismatch", "cannot tell")
     json.dumps(result.summary())
+
+
+def test_an_engine_that_the_table_does_not_know_is_told_which_it_knows():
+    """A typo would else read as one more unknown."""
+    result = passport({"dflash_config": {"target_layer_ids": [1]}}, "vlm", "0.33.0")
+    source = result.statements.set_index("what").loc["engine", "source"]
+    assert "vllm" in source
+    assert "sglang" in source

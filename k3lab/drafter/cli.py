@@ -77,8 +77,8 @@ def acceptance_main(args: argparse.Namespace) -> int:
     lines += [f"note          {n}" for n in summary["notes"]]
     for u in summary["not_understood"]:
         lines.append(
-            f"{u['source']}: {u['lines']} lines, {u['records']} records, {u['spec_like']} look like acceptance and were not understood, "
-            f"{u['ordinary']} are about other things"
+            f"{u['source']}: lines {u['lines']}, records {u['records']}, like acceptance and not understood {u['spec_like']}, "
+            f"about other things {u['ordinary']}"
         )
         lines += [f"  {u['source']}:{x['line']}: {x['reason'] + ': ' if x['reason'] else ''}{x['text']}" for x in u["first"]]
     if args.out and found.totals and found.totals.drafts and found.totals.emitted is not None:

@@ -128,7 +128,7 @@ def passport(
 
     found = next((e for e in knowledge()["engine"] if engine.strip().lower() in (e["name"], *e["aliases"])), None)
     state("engine", f"{engine} {version}, {platform}", "declared" if found else "unknown",
-          "as given" if found else "as given; this table does not know the engine")  # fmt: skip
+          "as given" if found else f"as given; this table knows {', '.join(e['name'] for e in knowledge()['engine'])}")  # fmt: skip
     k3 = _is_kimi_k3(config, known, layers)
     fed = _fed(found, config, method, version, platform, env, declared, k3, layers, state, warnings)
     if observed is not None:
