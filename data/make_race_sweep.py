@@ -134,10 +134,10 @@ def main() -> None:
 
     def part(name: str, cases: Callable[[], list[Case]], runs: int) -> None:
         say(f"{name}: begins")
-        try:  # one part that fails must not take the others with it
+        try:
             rows = run_sweep(cases(), runs, journal, jobs=args.jobs, timeout=45, deadline=deadline, where=where)
             say(f"{name}: {json.dumps(judge(rows)['verdict'].value_counts().to_dict())}")
-        except Exception:
+        except Exception:  # whatever fails, the other parts still run: device time is short, and the traceback is printed
             say(f"{name}: failed\n{traceback.format_exc()}")
 
     checks = threading.Thread(target=racecheck_rows, args=(journal, where, max(10.0, min(60.0, args.budget - RESERVE - 20))))

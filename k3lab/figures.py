@@ -11,7 +11,6 @@ import io
 import os
 import re
 import shlex
-import tempfile
 import textwrap
 from dataclasses import dataclass
 from itertools import combinations
@@ -26,6 +25,7 @@ from matplotlib.figure import Figure
 
 from k3lab import provenance
 from k3lab.errors import BadInput
+from k3lab.files import write_files
 
 
 @dataclass(frozen=True)
@@ -172,18 +172,7 @@ def export(fig: Figure, frame: pd.DataFrame, name: str, out: str | os.PathLike |
             ("md", _snippet(caption, frame, name, source, _notebook_run(name) if reproduce is None else reproduce).encode()),
         )
     }
-    taken = [file for file in files if (folder / file).is_dir()]
-    if taken:
-        raise BadInput(f"{folder / taken[0]}: is a folder where a file is to be written; remove it or choose another name")
-    try:
-        with tempfile.TemporaryDirectory(dir=folder, prefix=f".{name}.") as work:
-            for file, content in files.items():
-                Path(work, file).write_bytes(content)
-            for file in files:
-                os.replace(Path(work, file), folder / file)
-    except OSError as e:
-        raise BadInput(f"{folder}: cannot be written: {e.strerror}; choose another folder (K3LAB_OUT), or make room") from e
-    return [folder / file for file in files]
+    return write_files(folder, files)
 
 
 def _pictures(fig: Figure, source: str) -> dict[str, bytes]:

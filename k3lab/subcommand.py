@@ -3,12 +3,9 @@
 import argparse
 import json
 import math
-import os
-import tempfile
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
-from k3lab.errors import BadInput
+from k3lab.files import write_files
 
 
 def add_command(
@@ -37,23 +34,6 @@ def report(args: argparse.Namespace, result: dict, lines: Iterable[str]) -> None
         write_files(args.out, {f"k3lab-{args.command}.txt": text + "\n", f"k3lab-{args.command}.json": as_json + "\n"})
     if args.json or text:
         print(as_json if args.json else text)
-
-
-def write_files(folder: str | os.PathLike, files: dict[str, str]) -> list[Path]:
-    """Write texts by file name into folder, made if missing: all under temporary names, then renamed. Raises BadInput if that fails."""
-    folder = Path(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if taken := [name for name in files if (folder / name).is_dir()]:
-            raise BadInput(f"{folder / taken[0]}: is a folder where a file is to be written; remove it or choose another folder")
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".k3lab.") as work:
-            for name, text in files.items():
-                Path(work, name).write_text(text, encoding="utf-8")
-            for name in files:
-                os.replace(Path(work, name), folder / name)
-    except OSError as e:
-        raise BadInput(f"{folder}: cannot be written: {e.strerror}; choose another folder, or make room") from e
-    return [folder / name for name in files]
 
 
 def printable(text: object) -> str:

@@ -28,6 +28,15 @@ def device() -> str:
     return "cuda" if HAS_GPU else "cpu"
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """For tiny operators: threads only cost, and a CPU sums in one order with one of them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def compiling_env(tmp_path: Path) -> dict[str, str]:
     """An environment for a subprocess that compiles kernels: no interpreter, a cache of its own."""

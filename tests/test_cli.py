@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import assert_bad_input, run, run_json
 
 from k3lab import doctor, figure_pack
 from k3lab.__main__ import build_parser, main
@@ -36,31 +37,6 @@ def captures(tmp_path_factory):
     Capture.from_call(call, good.o * 1.5, good.final_state).save(folder / "wrong.safetensors")
     Capture.from_call(call).save(folder / "bare.safetensors")
     return folder
-
-
-def run(capsys, *args):
-    """Exit status, stdout and stderr of main(); argparse's own exits count as a status."""
-    try:
-        status = main([str(a) for a in args])
-    except SystemExit as e:
-        status = e.code
-    out, err = capsys.readouterr()
-    return status, out, err
-
-
-def run_json(capsys, *args):
-    status, out, _ = run(capsys, *args, "--json")
-    return status, json.loads(out, parse_constant=lambda x: pytest.fail(f"{x} is not JSON"))
-
-
-def assert_bad_input(result, *parts):
-    status, out, err = result
-    assert status == 2
-    assert out == ""
-    assert len(err.splitlines()) == 1
-    assert err.startswith("k3lab: ")
-    for part in parts:
-        assert part in err
 
 
 def test_building_the_parser_imports_nothing_heavy():

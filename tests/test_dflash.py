@@ -1,13 +1,13 @@
 """The DFlash drafter, its counts along a known continuation, and the script that trains it."""
 
 import csv
-import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import scripts
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -18,23 +18,12 @@ from k3lab.tiny import data, model
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = dflash.DFlashConfig(taps=(1, 2, 3), block=8, layers=2, heads=2, mlp_width=64, hidden=64)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """The operators here are tiny: threads only cost, and a CPU sums in one order with one of them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("train_drafters", ROOT / "data" / "train_drafters.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return scripts.script("train_drafters")
 
 
 @pytest.fixture(scope="module")

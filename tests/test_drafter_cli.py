@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from k3lab.__main__ import main
+from commands import run, run_json
 
 PUBLISHED = Path(__file__).parents[1] / "data/published/vllm_pr_50649_gsm8k.csv"
 AUX = "(EngineCore_DP0 pid=7) INFO 05-01 14:24:40 Kimi-K3 aux hidden capture: layers=({}) mode={} (VLLM_KIMI_K3_AUX_ATTN_RES_STREAM=1)\n"
@@ -29,21 +28,6 @@ def put(tmp_path):
         return str(tmp_path / name)
 
     return write
-
-
-def run(capsys, *args):
-    """Exit status, stdout and stderr of main(); argparse's own exits count as a status."""
-    try:
-        status = main([str(a) for a in args])
-    except SystemExit as e:
-        status = e.code
-    out, err = capsys.readouterr()
-    return status, out, err
-
-
-def run_json(capsys, *args):
-    status, out, _ = run(capsys, *args, "--json")
-    return status, json.loads(out, parse_constant=lambda x: pytest.fail(f"{x} is not JSON"))
 
 
 def test_acceptance_says_the_same_in_text_and_json(capsys, put):

@@ -4,7 +4,6 @@ Faults are planted in a launcher of a file of its own, which the worker process 
 anything about a GPU; the tests marked gpu do, where there is one.
 """
 
-import importlib.util
 import json
 import os
 import random
@@ -18,6 +17,7 @@ import joblib
 import pytest
 import torch
 from scipy.stats import binomtest
+from scripts import script
 
 import k3lab
 from k3lab.__main__ import main
@@ -494,11 +494,7 @@ def test_the_published_rows_name_exactly_the_faulty_copy():
 @pytest.fixture(scope="module")
 def kernel_sweep():
     """data/make_kernel_sweep.py as a module."""
-    path = Path(k3lab.__file__).parents[1] / "data" / "make_kernel_sweep.py"
-    spec = importlib.util.spec_from_file_location("make_kernel_sweep", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("make_kernel_sweep")
 
 
 def test_the_kernel_sweep_has_every_config_once_and_masked_zeros_last(kernel_sweep):

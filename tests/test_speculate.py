@@ -27,16 +27,8 @@ DATA = Path(__file__).resolve().parent.parent / "data"
 WEIGHTS = DATA / "tiny_k3.safetensors"
 TAPS, BLOCK, K = (1, 2), 8, 7  # with offsets -1, 0, +1 inside the five layers
 LENGTHS = [1, 63, 64, 65, 20, 7]
+pytestmark = pytest.mark.usefixtures("one_thread")
 MAX_NEW = 26
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """The operators here are tiny: threads only cost, and a CPU sums in one order with one of them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """The tiny Kimi-K3: the serving step against the teacher-forced forward, training from a seed, serving, and the data scripts."""
 
 import dataclasses
-import importlib.util
 import itertools
 import json
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from scripts import script
 
 from k3lab.capture import Capture
 from k3lab.errors import BadInput
@@ -19,23 +19,7 @@ from k3lab.tiny.batch import Batch
 
 ROOT = Path(__file__).resolve().parent.parent
 WEIGHTS = ROOT / "data" / "tiny_k3.safetensors"
-
-
-def script(name: str):
-    """A script of data/ as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "data" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """The operators here are tiny: threads only cost, and a CPU sums in one order with one of them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -20,13 +20,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from k3lab.errors import BadInput
 from k3lab.provenance import sha256
-from k3lab.tiny.model import MASK, Mlp, NoLargerThan, RmsNorm, TinyK3
+from k3lab.tiny.model import MASK, Mlp, NoLargerThan, RmsNorm, TinyK3, read_weights
 
 FORMAT = "k3lab-dflash-1"
 STREAMS = ("prefix", "mixture")
@@ -186,14 +185,7 @@ def load(
 
     Raises BadInput for a file that is not one of ours, and, if `target` names a file, for a drafter that was trained on another.
     """
-    try:
-        with safe_open(path, framework="pt") as f:
-            meta = f.metadata() or {}
-            tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (safe_open is not a dict)
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as e:
-        raise BadInput(f"{path}: not a readable safetensors file ({e}); {REMAKE}") from e
-    if meta.get("format") != FORMAT:
-        raise BadInput(f"{path}: metadata format is {meta.get('format')!r}, expected {FORMAT!r}; {REMAKE}")
+    tensors, meta = read_weights(path, FORMAT, REMAKE)
     try:
         sizes = json.loads(meta["config"])
         config = DFlashConfig(**{**sizes, "taps": tuple(sizes["taps"])})

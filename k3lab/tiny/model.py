@@ -402,16 +402,22 @@ class NoLargerThan(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def load(path: str | os.PathLike, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> TinyK3:
-    """The model in `path`, computing in dtype (float32 or float64). Raises BadInput for a file that is not one of ours."""
+def read_weights(path: str | os.PathLike, form: str, remake: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and metadata of a weight file whose metadata format is `form`. Raises BadInput, with remake as what to do, for another."""
     try:
         with safe_open(path, framework="pt") as f:
             meta = f.metadata() or {}
             tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (safe_open is not a dict)
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as e:
-        raise BadInput(f"{path}: not a readable safetensors file ({e}); make one with data/train_tiny_k3.py") from e
-    if meta.get("format") != FORMAT:
-        raise BadInput(f"{path}: metadata format is {meta.get('format')!r}, expected {FORMAT!r}; make one with data/train_tiny_k3.py")
+        raise BadInput(f"{path}: not a readable safetensors file ({e}); {remake}") from e
+    if meta.get("format") != form:
+        raise BadInput(f"{path}: metadata format is {meta.get('format')!r}, expected {form!r}; {remake}")
+    return tensors, meta
+
+
+def load(path: str | os.PathLike, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> TinyK3:
+    """The model in `path`, computing in dtype (float32 or float64). Raises BadInput for a file that is not one of ours."""
+    tensors, meta = read_weights(path, FORMAT, "make one with data/train_tiny_k3.py")
     try:
         config = TinyConfig.from_json(meta["config"])
         if not 0 < config.shapes.num_layers <= len(tensors):

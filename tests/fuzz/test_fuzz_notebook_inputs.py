@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from k3lab import figures, provenance
 from k3lab.capture import Capture, record
 from k3lab.errors import K3labError
-from k3lab.subcommand import write_files
+from k3lab.files import write_files
 
 NOTEBOOKS = ROOT / "notebooks"
 LOG = (ROOT / "tests" / "logs" / "vllm_0.33.log").read_bytes()
