@@ -207,13 +207,11 @@ def overlay(given: Inputs) -> Made:
 
 def _compiled(*configs: tuple[int, int], pointer_range: bool = False, padding: str = "undefined") -> list:
     """Kernels of recompute_w_u for gfx950 with async copies, compiled by the installed Triton."""
-    from dataclasses import replace
-
     from k3lab.races.compiled import compile_builds
     from k3lab.races.matrix import matrix_builds
 
     builds = matrix_builds(["installed"], ["hip:gfx950"], (pointer_range,), (True,), (padding,), list(configs))
-    return [c.kernel() for c in compile_builds([replace(b, pointer_range=pointer_range) for b in builds])]
+    return [c.kernel() for c in compile_builds(builds)]
 
 
 def _triton() -> str:

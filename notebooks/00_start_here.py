@@ -20,9 +20,8 @@
 import pandas as pd
 from IPython.display import Markdown, display
 
-from k3lab import drafter_figures, figures, inputs, nan_figures, nonfinite, provenance, race_figures
-from k3lab.drafter import acceptance, logs
-from k3lab.races.matrix import read_journal
+from k3lab import figure_pack, figures, inputs, provenance
+from k3lab.drafter import logs
 
 print(provenance.versions())
 
@@ -53,8 +52,9 @@ if not capture_path and not log_path:
 # rows; what the 63 rows without a token hold is undefined. Set to NaN, they reach the result at every length but multiples of 64.
 
 # %%
-lengths = nonfinite.length_map(range(1, 131))
-figures.export(fig := nan_figures.length_map_figure(lengths), lengths, "00_nan")
+made = dict(figure_pack.make(["00_nan", "00_race", "00_drafter"]))
+fig, lengths = made["00_nan"]
+figures.export(fig, lengths, "00_nan")
 fig
 
 # %%
@@ -70,11 +70,7 @@ assert clean == [64, 128]
 # without an AMD card: the wait before the reads waits for too little.
 
 # %%
-matrix = pd.DataFrame(read_journal("../data/race_matrix.jsonl"))
-rows = matrix[
-    (matrix["target"] == "hip:gfx950") & (matrix["async"] == "on") & (matrix["triton"] == "3.7.1") & (matrix["padding"] == "undefined")
-]
-fig, card = race_figures.race_card_figure(rows, "recompute_w_u_fwd_kernel, Triton 3.7.1, gfx950, async copy on, masked rows undefined")
+fig, card = made["00_race"]
 figures.export(fig, card, "00_race")
 fig
 
@@ -90,15 +86,12 @@ assert set(card[card["verdict"] == "race"]["config"]) == {"w2s3", "w2s4", "w4s3"
 # nothing else tells.
 
 # %%
-counts = pd.read_csv("../data/drafter_counts.csv")
-fed = counts[counts["stream"].isin(drafter_figures.STREAMS)]
-summary = acceptance.summarize(fed, ["drafter", "seed", "stream", "offset"])
-fig, cells = drafter_figures.heatmap_figure(summary, drafter_figures.COUNTED)
+fig, cells = made["00_drafter"]
 figures.export(fig, cells, "00_drafter")
 fig
 
 # %%
-mean = summary[summary["metric"] == "mean_emitted"].groupby(["drafter", "stream", "offset"])["value"].mean()
+mean = cells.groupby(["drafter", "stream", "offset"])["value"].mean()
 own = [mean[s, s, 0] for s in ("mixture", "prefix")]
 other = [mean["mixture", "prefix", 0], mean["prefix", "mixture", 0]]
 print("fed what it was trained on:", [f"{x:.2f}" for x in own], "· fed the other stream:", [f"{x:.2f}" for x in other])
