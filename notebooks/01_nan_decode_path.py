@@ -37,7 +37,7 @@ import pandas as pd
 import torch
 from IPython.display import Markdown, display
 
-from k3lab import figures, inputs, nan_figures, nonfinite, provenance
+from k3lab import figure_pack, figures, inputs, nan_figures, nonfinite, provenance
 from k3lab.capture import Capture
 from k3lab.kda import stages
 from k3lab.kda.layer import kda_layer_step, plan
@@ -385,25 +385,17 @@ assert [o.tokens for o in served["chunk_all", 0.0]] == [o.tokens for o in served
 # the mean of (1 - p)^exposures over requests, from exposure counts alone.
 
 # %%
-acc = accuracy.load(f"{DATA}/accuracy.json")
-curve = acc.assign(series=acc["route"] + ", " + acc["padding"])
-drop = published[(published["n_shot"] == 5) & (published["filter"] == "flexible-extract")].set_index("run")["exact_match"]
-ratio = drop["before"] / drop["PR"]
-p_drop = accuracy.p_of_ratio(acc, "chunk_all", ratio)
-display(curve[["series", "p", "correct", "total", "rate", "low", "high", "expected"]])
+fig, acc = dict(figure_pack.make(["01_accuracy"]))["01_accuracy"]
+display(acc[["series", "p", "correct", "total", "rate", "low", "high", "expected"]])
 
 # %%
-fig = nan_figures.accuracy_figure(
-    curve,
-    f"tiny Kimi-K3, {int(acc['total'].iloc[0])} held-out problems a point, up to 128 requests at a time; chunk_all served on an H200, "
-    "split on a CPU, one seed; bars: 95% Wilson",
-    {"PR 50649, gsm8k with the fix": drop["PR"], "before": drop["before"]},
-    p_drop,
-)
-figures.export(fig, curve, "01_accuracy")
+figures.export(fig, acc, "01_accuracy")
 fig
 
 # %%
+drop = published[(published["n_shot"] == 5) & (published["filter"] == "flexible-extract")].set_index("run")["exact_match"]
+ratio = drop["before"] / drop["PR"]
+p_drop = accuracy.p_of_ratio(acc, "chunk_all", ratio)
 clean = acc[(acc["p"] == 0) & (acc["padding"] != accuracy.NEVER)].set_index("route")
 zero = acc[acc["padding"] == accuracy.NEVER].set_index("route")
 print(f"ratio in the PR {drop['before']} / {drop['PR']} = {ratio:.4f}; chunk_all loses that share at p = {p_drop:.1e} here")

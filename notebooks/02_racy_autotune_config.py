@@ -46,7 +46,7 @@ import torch
 import triton
 from IPython.display import Markdown, display
 
-from k3lab import figures, inputs, provenance, race_figures
+from k3lab import figure_pack, figures, inputs, provenance, race_figures
 from k3lab.kda import stages
 from k3lab.panels import race_panel
 from k3lab.races.compiled import compile_builds
@@ -196,11 +196,8 @@ if triton.__version__ == "3.7.1":
 # instructions with their line in the assembly. A bar is a copy in flight; it ends at the wait that retires it.
 
 # %%
-ran = f"u loop of recompute_w_u_fwd_kernel, Triton {triton.__version__}, gfx950, async copy on, pointer_range off, full chunk"
-pair = [race_figures.timeline(w4s4, "full", "w4s4"), race_figures.timeline(w4s2, "full", "w4s2")]
-racing = [int(t.frame["racing"].sum()) for t in pair]
-finding = "w4s4 reads copy 0 while it is in flight; w4s2 waits for it first" if racing[0] and not racing[1] else "w4s4 beside w4s2"
-fig, events = race_figures.timelines_figure(pair, finding, ran)
+made = dict(figure_pack.make(["02_assembly", "02_assembly_length1"]))
+fig, events = made["02_assembly"]
 figures.export(fig, events, "02_assembly")
 fig
 
@@ -216,7 +213,7 @@ if triton.__version__ == "3.7.1":
     copies = events[(events["event"] == "copy") & (events["wave"] == 0)].groupby("build").size()
     assert copies.to_dict() == {"w4s2": 4, "w4s4": 4}
     assert (len(found), strictest.wait.allows, strictest.wait.enough) == (16, 4, 2)
-    assert racing[1] == 0
+    assert set(events[events["racing"]]["build"]) == {"w4s4"}
 
 # %% [markdown]
 # In w4s4 each wave has four copies in flight when it comes to `vmcnt(4)`: "go on once at most four are left". That waits for
@@ -247,11 +244,7 @@ assert (full38["waits"].map(len) == 3).all()
 # masked branches around its copy, fewer copies are in flight than the fixed count expects, and `vmcnt(2)` is too weak:
 
 # %%
-ran = f"u loop of recompute_w_u_fwd_kernel, Triton {triton.__version__}, gfx950, async copy on, pointer_range off, length 1"
-pair = [race_figures.timeline(w4s3, "length1", "w4s3"), race_figures.timeline(w4s2, "length1", "w4s2")]
-racing = [int(t.frame["racing"].sum()) for t in pair]
-finding = "w4s3 at length 1: skipped copies make the wait too weak" if racing[0] and not racing[1] else "w4s3 beside w4s2 at length 1"
-fig, events = race_figures.timelines_figure(pair, finding, ran)
+fig, events = made["02_assembly_length1"]
 figures.export(fig, events, "02_assembly_length1")
 fig
 
@@ -263,7 +256,7 @@ if triton.__version__ == "3.7.1":
     waits = events[(events["event"] == "wait") & (events["wave"] == 0)].groupby("build")["text"].agg(list)
     assert [x.split()[1] for x in waits["w4s3"]] == ["vmcnt(2)", "vmcnt(0)"]
     assert set(events[events["racing"] & (events["event"] == "read")]["wave"]) == {0, 1, 2, 3}
-    assert racing[1] == 0
+    assert set(events[events["racing"]]["build"]) == {"w4s3"}
 
 # %% [markdown]
 # ## 5 · The wait that would do, per input

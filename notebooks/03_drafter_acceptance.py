@@ -39,7 +39,7 @@ import pandas as pd
 import torch
 from IPython.display import Markdown, display
 
-from k3lab import drafter_figures, figures, inputs, provenance
+from k3lab import drafter_figures, figure_pack, figures, inputs, provenance
 from k3lab.attn_res import attn_res
 from k3lab.attn_res.reference import attn_res_reference
 from k3lab.attn_res.streams import compare, layer_id, streams
@@ -389,9 +389,8 @@ assert [t - 1 for t in drafters["prefix"].config.taps] == [0, 4, 8]
 # Where in the block is it lost? *Survival*: the share of rounds that accept a position and all before it.
 
 # %%
-fig, survival = drafter_figures.survival_figure(
-    pooled[pooled["domain"] != "all"].reset_index(drop=True), f"{drafter_figures.COUNTED}; 3 seeds pooled"
-)
+made = dict(figure_pack.make(["03_survival", "03_conditional"]))
+fig, survival = made["03_survival"]
 figures.export(fig, survival, "03_survival")
 fig
 
@@ -409,11 +408,7 @@ assert [round(x, 2) for x in (right.min(), right.max(), wrong.min(), wrong.max()
 # *conditional* rate:
 
 # %%
-fig, conditional = drafter_figures.survival_figure(
-    pooled[pooled["domain"] == "all"].drop(columns="domain").reset_index(drop=True),
-    f"{drafter_figures.COUNTED}; 3 seeds pooled",
-    "conditional",
-)
+fig, conditional = made["03_conditional"]
 figures.export(fig, conditional, "03_conditional")
 fig
 
