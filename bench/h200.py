@@ -226,12 +226,17 @@ def sweep() -> list[dict]:
     from k3lab.kda import triton_fused, triton_recurrent
 
     call, rows = tiled(LONG, decodes=False), []
+    unbounded = replace(call, lower_bound=None)  # what the kernel `chunk` is for
     jobs = [(name, c) for name, configs in triton_fused.CONFIGS.items() for c in configs]
     jobs += [("recurrent", c) for c in triton_recurrent.CONFIGS]
     for i, (name, config) in enumerate(jobs):
         print(f"\rsweep {i + 1}/{len(jobs)}   ", end="", file=sys.stderr)
         default = config == (triton_recurrent.DEFAULT if name == "recurrent" else triton_fused.DEFAULTS[name])
-        calls = decodes(DECODES, config)[1] if name == "recurrent" else [chunk(call, configs={name: config})] * 8
+        calls = (
+            decodes(DECODES, config)[1]
+            if name == "recurrent"
+            else [chunk(unbounded if name == "chunk" else call, configs={name: config})] * 8
+        )
         try:
             rows.append({"kernel": name, **config, "default": default, "graph_ms": attn_res.graph_ms(calls)})
         except OutOfResources:

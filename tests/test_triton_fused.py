@@ -56,19 +56,57 @@ def test_within_budget_at_every_gate(lower_bound, decay, device):
     check_result(call.to(device), torch.float32)
 
 
-@pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize(("lower_bound", "level"), [(-5.0, 5), (-10.0, 4), (-20.0, 3)])
-def test_blocks_split_at_their_middle_row_stay_in_range(lower_bound, level, decay, monkeypatch, device):
-    """What bfloat16 does on a device, in float32 under the interpreter: 32, 16 or 8 rows, by the bound of the gate."""
+@pytest.fixture
+def halves(monkeypatch, device):
+    """What bfloat16 does on a device, in float32 under the interpreter: the kernel of one reference for each half of a chunk."""
     from k3lab.kda import triton_fused
 
-    assert triton_fused.first_level(lower_bound, torch.bfloat16) == level
-    assert triton_fused.first_level(lower_bound, torch.float32) == triton_fused.first_level(None, torch.bfloat16) == 0
     if device != "cpu":
-        pytest.skip("a device's exp2 is not exact enough for the budget of float32; bfloat16 has its own test there")
-    monkeypatch.setattr(triton_fused, "first_level", lambda *_: level)
-    call = random_call((17, 65), heads=1, head_dim=64, decay=decay, lower_bound=lower_bound, seed=9)
+        pytest.skip("a device's exp2 is not exact enough for the budget of float32; bfloat16 has its own tests there")
+    monkeypatch.setattr(triton_fused, "halves_fit", lambda *_: True)
+
+
+def test_halves_are_taken_as_far_as_their_factors_fit():
+    """Half of 32 rows at lower_bound, in log2, is 115 at -5; a softer gate fits too, a stronger or unbounded one does not."""
+    from k3lab.kda.triton_fused import halves_fit
+
+    assert [halves_fit(b, torch.bfloat16) for b in (-0.1, -5.0, -5.1, -10.0, None)] == [True, True, False, False, False]
+    assert not halves_fit(-5.0, torch.float16)
+    assert not halves_fit(-5.0, torch.float32)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("lower_bound", [-5.0, -1.0])
+def test_halves_are_within_the_budget_of_float32(lower_bound, decay, halves):
+    check_result(random_call((17, 63, 64, 65), heads=1, head_dim=64, decay=decay, lower_bound=lower_bound, seed=9), torch.float32)
+
+
+@pytest.mark.parametrize("after", [30, 31, 32, 33, 47])
+def test_halves_where_the_decay_sets_in_within_a_chunk(after, halves):
+    """No decay at all, then all of it: factors up to 2**115 on either side of a product, and differences of references below 2**-126."""
+    call = random_call((64,), heads=1, head_dim=64, seed=12)
+    call.raw_g[:] = 60.0
+    call.raw_g[:after] = -60.0
     check_result(call, torch.float32)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize(("lengths", "cut"), [((400,), 3), ((400, 30), 3), ((129, 300), 2), ((65,), 5)])
+def test_segments_change_nothing_but_rounding(lengths, cut, decay, monkeypatch, device):
+    """Every segment starts from the states before it: of sequences shorter than their share, and of a last one of a row."""
+    from k3lab.kda import triton_fused
+
+    monkeypatch.setattr(triton_fused, "segments", lambda *_: cut)
+    check_result(random_call(lengths, heads=1, head_dim=64, decay=decay, seed=13).to(device), torch.float32)
+
+
+def test_few_long_sequences_are_cut_into_segments():
+    from k3lab.kda.triton_fused import segments
+
+    bf16 = torch.bfloat16
+    assert segments(1, 24, 8192, bf16) == 5  # 12 heads of two programs: as many segments as fit on 132 multiprocessors
+    assert segments(1, 24, 700, bf16) == segments(129, 3096, 4224, bf16) == segments(1, 24, 8192, torch.float32) == 1
+    assert segments(2, 48, 8192, bf16) == 2
 
 
 @pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, 128), (torch.float16, 128), (torch.float16, 64)])
@@ -97,10 +135,13 @@ def test_captures_are_within_budget(path, device):
     check_result(part.to(device), torch.float32)
 
 
-def test_a_sequence_never_reads_its_neighbour(device):
+@pytest.mark.parametrize("fit", [False, True])
+def test_a_sequence_never_reads_its_neighbour(fit, monkeypatch, device):
     """NaN tokens in one sequence leave every other sequence's bits alone, in the middle of a tile or not."""
+    from k3lab.kda import triton_fused
     from k3lab.kda.triton_fused import chunk_kda
 
+    monkeypatch.setattr(triton_fused, "halves_fit", lambda *_: fit)
     call = random_call((3, 65, 1, 40), heads=2, head_dim=64, seed=5).to(device)
     clean = chunk_kda(call)
     for name in ("q", "k", "v", "raw_g", "raw_beta"):
@@ -125,6 +166,7 @@ def test_other_tiles_change_nothing_but_rounding(device):
     assert all(DEFAULTS[name] in CONFIGS[name] for name in DEFAULTS)
     call = random_call((1, 63, 65), heads=1, head_dim=64, seed=11).to(device)
     check_result(call, torch.float32, configs={"gate": {"BK": 64}, "chunk": {"BK": 64}, "state": {"BV": 64}})
+    check_result(call, torch.float32, configs={"chunk": {"BK": 128}, "state": {"BV": 128}})  # no wider than a head
 
 
 def test_the_layer_takes_it_by_name(device):
@@ -164,7 +206,7 @@ def test_the_kernels_compile_without_a_gpu(compiling_env):
     done = subprocess.run([sys.executable, __file__], env=compiling_env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = json.loads(done.stdout)
-    assert len(rows) == 2 * 2 * 3
+    assert len(rows) == 2 * (6 + 3)
     assert all(row["shared"] <= (227 * 1024 if row["target"] == "cuda" else 160 * 1024) for row in rows), rows
 
 
@@ -172,12 +214,19 @@ def test_the_kernels_compile_without_a_gpu(compiling_env):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("lower_bound", [-5.0, None])
 def test_gpu_within_budget_at_k3_head_dim(lower_bound, dtype):
-    """K = V = 128 on the device: 128 decodes and prefills of 4,096 tokens in all, at every decay; then every length mix."""
+    """K = V = 128 on the device: 128 decodes and prefills of 1,024 tokens in all, at every decay; then every length mix."""
     for decay in DECAYS:
-        call = random_call((1,) * 128 + (2048, 63, 65, 1920), heads=4, dtype=dtype, decay=decay, lower_bound=lower_bound, seed=1)
+        call = random_call((1,) * 128 + (512, 63, 65, 384), heads=12, dtype=dtype, decay=decay, lower_bound=lower_bound, seed=1)
         check_result(call.to("cuda"), dtype)
     for lengths, decay in product(LENGTH_MIXES.values(), DECAYS):
-        check_result(random_call(lengths, heads=2, dtype=dtype, decay=decay, lower_bound=lower_bound, seed=2).to("cuda"), dtype)
+        check_result(random_call(lengths, heads=12, dtype=dtype, decay=decay, lower_bound=lower_bound, seed=2).to("cuda"), dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("decay", DECAYS)
+def test_gpu_segments_within_budget(decay):
+    """One sequence of 2,000 tokens: five segments at 12 heads."""
+    check_result(random_call((2000,), heads=12, dtype=torch.bfloat16, decay=decay, seed=4).to("cuda"), torch.bfloat16)
 
 
 @pytest.mark.gpu
@@ -193,7 +242,7 @@ def test_gpu_nothing_waits_for_the_device():
     """With check=False the call can be captured in a graph, and its replay gives the bits of the call."""
     from k3lab.kda.triton_fused import chunk_kda
 
-    call = random_call((1, 300, 64), heads=2, dtype=torch.bfloat16).to("cuda")
+    call = random_call((1, 1000), heads=12, dtype=torch.bfloat16).to("cuda")
     eager = chunk_kda(call, check=False)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -205,25 +254,28 @@ def test_gpu_nothing_waits_for_the_device():
 
 
 def compile_all() -> list[dict]:
-    """The three kernels for cuda:90 and hip:gfx950 in bf16 and fp32: run in a process of its own."""
+    """The kernels for cuda:90 and hip:gfx950 in bf16 and fp32, the state kernel in all its forms: run in a process of its own."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from k3lab.kda import triton_fused as tf
 
-    constants = {"H": 12, "K": 128, "V": 128, "BT": 64, "FIRST": 5, "EPS": 1e-6, "SCALE": 1.44, "BOUNDED": True}
-    constants |= {"START": True, "MASKED": True, "KV": False}
-    fixed = dict.fromkeys(("decay", "h0", "ht", "A_log", "dt_bias"), "*fp32") | {"has_h0": "*i1", "cu_seqlens": "*i32"}
-    fixed |= {"T": "i32", "N": "i32", "scale": "fp32", "lower_bound": "fp32"}
+    constants = {"H": 12, "K": 128, "V": 128, "BT": 64, "EPS": 1e-6, "SCALE": 1.44, "BOUNDED": True}
+    constants |= {"START": True, "MASKED": True, "KV": False, "CUT": False, "OUT": True}
+    fixed = dict.fromkeys(("h0", "ht", "added", "A_log", "dt_bias"), "*fp32") | {"has_h0": "*i1", "cu_seqlens": "*i32"}
+    fixed |= {"T": "i32", "N": "i32", "G": "i32", "SC": "i32", "scale": "fp32", "lower_bound": "fp32"}
     rows = []
     for target, dtype in product((GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx950", 64)), ("bf16", "fp32")):
         defaults = tf.DEFAULTS if dtype == "bf16" else tf.DEFAULTS_FP32
-        tiles = {"wq": (128, 128), "kg": (64, 128), "u": (64, defaults["state"]["BV"]), "Aqk": (64, 64)}
-        for name, config in defaults.items():
-            kernel = getattr(tf, f"fused_{name}_fwd_kernel")
+        forms = [("gate", {}), ("chunk", {}), ("state", {})]
+        if dtype == "bf16":  # float32 is never cut, and takes no halves
+            forms += [("halves", {}), ("state", {"CUT": True}), ("state", {"CUT": True, "OUT": False})]
+        tiles = {"wq": (64, 128), "kg": (64, 128), "uT": (defaults["state"]["BV"], 64), "Aqk": (64, 64)}
+        for name, form in forms:
+            kernel, config = getattr(tf, f"fused_{name}_fwd_kernel"), defaults[name]
             names = kernel.arg_names
-            have = {k: v for k, v in {**constants, **config}.items() if k in names}
+            have = {k: v for k, v in {**constants, **config, **form}.items() if k in names}
             types = fixed | {"g": "*fp64" if dtype == "fp32" else "*fp32"}
             if name == "state":
                 types |= {n: f"tensordesc<{dtype}[{rows_},{cols}]>" for n, (rows_, cols) in tiles.items()}
@@ -232,7 +284,7 @@ def compile_all() -> list[dict]:
             source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in have.items()}, attrs)
             options = {k: v for k, v in config.items() if k.startswith("num_")}
             built = triton.compile(source, target=target, options=options)
-            rows.append({"kernel": name, "target": target.backend, "dtype": dtype, "shared": built.metadata.shared})
+            rows.append({"kernel": name, "target": target.backend, "dtype": dtype, "shared": built.metadata.shared, **form})
     return rows
 
 

@@ -22,7 +22,7 @@ from k3lab.kda.runtime import check_launch, is_interpreted
 # BL sources a tile; LAST folds the prefix in after the blocks (its load then overlaps theirs, for more registers)
 CONFIGS = [
     {"BL": bl, "LAST": last, "num_warps": w, "num_stages": s}
-    for bl, stages in ((1, (1, 3, 4, 6, 9)), (2, (1, 3, 5)), (4, (1, 3)), (8, (1,)))
+    for bl, stages in ((1, (1, 3, 4)), (2, (1, 3)), (4, (1, 3)), (8, (1,)))
     for last in (False, True)
     for w in (4, 8, 16)
     for s in stages
@@ -93,18 +93,22 @@ def attn_res_fwd_kernel(
     tl.store(o + i_t * HIDDEN + o_d, b_o.to(o.dtype.element_ty), mask=m_d)
 
 
-def default_config(tokens: int, hidden: int, itemsize: int, blocks: int) -> dict:
-    """A launch configuration by shape alone: few tokens want every source in flight at once, many want several programs at a time."""
-    return dict(_config(tokens <= FEW, hidden, itemsize, blocks))
+def default_config(tokens: int, hidden: int, itemsize: int, blocks: int, pending: bool = False) -> dict:
+    """A launch configuration by shape alone: few tokens want every source in flight at once, many want several programs at a time.
+
+    pending: whether the prefix is summed first; many tokens then want it folded in at once, not held over the blocks.
+    """
+    return dict(_config(tokens <= FEW, hidden, itemsize, blocks, pending))
 
 
 @cache
-def _config(few: bool, hidden: int, itemsize: int, blocks: int) -> dict:
+def _config(few: bool, hidden: int, itemsize: int, blocks: int, pending: bool) -> dict:
     BD = _power_of_2(hidden)
     BL = min(4 if few else 1, _power_of_2(blocks))
     fit = SHARED_BYTES // (BL * BD * itemsize)  # num_stages tiles in flight take num_stages - 1 buffers
-    # the fastest of a sweep on an H200 at hidden 7168, 8 blocks, bfloat16
-    return {"BL": BL, "LAST": True, "num_warps": max(1, min(8 if few else 4, BD // 512)), "num_stages": min(3 if few else 4, fit + 1)}
+    # the fastest of sweeps on an H200 at hidden 7168, 8 blocks, bfloat16
+    launch = {"num_warps": max(1, min(8 if few else 4, BD // 512)), "num_stages": min(3 if few else 4, fit + 1)}
+    return {"BL": BL, "LAST": few or not pending, **launch}
 
 
 def _power_of_2(n: int) -> int:
@@ -143,7 +147,7 @@ def attn_res_triton(
     new_prefix = prefix if pending is None else empty(prefix)
     weights = empty(prefix.new_empty(T, n + 1, dtype=torch.float32)) if return_weights else None
     if T:
-        c = config or _config(T <= FEW, D, prefix.element_size(), n)
+        c = config or _config(T <= FEW, D, prefix.element_size(), n, pending is not None)
         attn_res_fwd_kernel[(T,)](
             bank, prefix, None if pending is None else pending.contiguous(), score_norm.contiguous(), score_proj.contiguous(),
             None if output_norm is None else output_norm.contiguous(), o, new_prefix, weights, bank.stride(0), bank.stride(1),

@@ -7,7 +7,7 @@ A target is two functions, named "module:function" or "file.py:function" so that
 
 A stage is judged by itself: its inputs are the clean outputs of the torch stages before it, and its truth is the torch
 stage in float64 on those same inputs, so an error of an earlier stage is not counted here. A kernel of the fused chunk forward
-runs at its config between the other two at their defaults, and is judged by what the three give together; the buffers between
+runs at its config between the others at their defaults, and is judged by what the three give together; the buffers between
 them hold the fill too.
 """
 
@@ -29,7 +29,8 @@ from k3lab.races.compile_worker import import_place
 from k3lab.shapes import KIMI_K3, KIMI_K3_TP8
 
 RECURRENT = "fused_recurrent_kda"
-FUSED = {"fused_gate": "gate", "fused_chunk": "chunk", "fused_state": "state"}  # and what triton_fused's configs call them
+# and what triton_fused's configs call them
+FUSED = {"fused_gate": "gate", "fused_halves": "halves", "fused_chunk": "chunk", "fused_state": "state"}
 ATTN_RES = "attn_res"
 KERNELS = ("prepare", *STAGES, RECURRENT, *FUSED, ATTN_RES)
 FORMS = ("plain", "serving")
@@ -93,10 +94,16 @@ def sources_input(
 
 
 def default_inputs(kernel: str) -> list[dict]:
-    """What a kernel is swept on where nothing else is said: 128 decodes and a prefill of 4,096 tokens, or 4,096 tokens of AttnRes."""
+    """What a kernel is swept on where nothing else is said: 128 decodes and a prefill of 4,096 tokens, or 4,096 tokens of AttnRes.
+
+    fused_chunk runs at the gates that fused_halves leaves it; fused_state runs on a lone prefill as well, which it cuts into segments.
+    """
     if kernel == ATTN_RES:
         return [sources_input(form, seed=1) for form in FORMS]
-    return [random_input([1] * 128 + [4096], name="128 x 1 + 4096 tokens", seed=1)]
+    if kernel == "fused_chunk":
+        return [random_input([1] * 128 + [4096], name="128 x 1 + 4096 tokens, no bound", decay="weak", lower_bound=None, seed=1)]
+    lone = [random_input([4096], name="4096 tokens", seed=1)] if kernel == "fused_state" else []
+    return [random_input([1] * 128 + [4096], name="128 x 1 + 4096 tokens", seed=1), *lone]
 
 
 def call_of(spec: Mapping, device: str) -> KdaCall:
