@@ -232,11 +232,8 @@ def sweep() -> list[dict]:
     for i, (name, config) in enumerate(jobs):
         print(f"\rsweep {i + 1}/{len(jobs)}   ", end="", file=sys.stderr)
         default = config == (triton_recurrent.DEFAULT if name == "recurrent" else triton_fused.DEFAULTS[name])
-        calls = (
-            decodes(DECODES, config)[1]
-            if name == "recurrent"
-            else [chunk(unbounded if name == "chunk" else call, configs={name: config})] * 8
-        )
+        whole = unbounded if name == "chunk" else call
+        calls = decodes(DECODES, config)[1] if name == "recurrent" else [chunk(whole, configs={name: config})] * 8
         try:
             rows.append({"kernel": name, **config, "default": default, "graph_ms": attn_res.graph_ms(calls)})
         except OutOfResources:
