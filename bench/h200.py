@@ -11,12 +11,14 @@ tensor parallel 8: 12 heads, K = V = 128, bfloat16, safe gate, L2 norm and gate 
 
 The floor is the bytes that any kernel must move (inputs read once, results written once, states read and written in fp32) over the
 copy bandwidth measured in the same run. --sweep times every launch configuration as well: for information, nothing picks one.
+--draw FILE.json measures nothing: it draws the curves of a result beside it and prints its summary, the table of the README.
 """
 
 import argparse
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -261,6 +263,20 @@ def targets(r: dict) -> list[dict]:
     return [dict(zip(("what", "against", "at most", "call", "graph"), row, strict=True)) for row in rows]
 
 
+def summary(r: dict) -> pd.DataFrame:
+    """Milliseconds and what was aimed at, a row to a target: what the README shows."""
+
+    def ms(row: dict, who: str) -> str:
+        return f"{row[f'{who} call_ms']:.3g} / {row[f'{who} graph_ms']:.3g}"
+
+    rows = []
+    for t, row in zip(r["targets"], [*r["times"], *r["attn_res"]], strict=False):
+        reached = {"aim": f"{t['at most']} of {t['against']}", "reached, call": f"{t['call']:.2f}", "in a graph": f"{t['graph']:.2f}"}
+        times = {"k3lab, call / graph": ms(row, "k3lab"), "fla-core, call / graph": ms(row, "fla"), "floor": f"{row['floor_ms']:.2g}"}
+        rows.append({"what": t["what"], **times, **reached})
+    return pd.DataFrame(rows)
+
+
 def measure(with_sweep: bool) -> dict:
     start = time.perf_counter()
 
@@ -329,14 +345,15 @@ def figure(r: dict) -> tuple:
 
     of = r["provenance"]
     tokens, many = pd.DataFrame(r["growth_tokens"]), pd.DataFrame(r["growth_decodes"])
-    at, floor = tokens.set_index("tokens").loc[LONG], many.set_index("decodes").loc[DECODES, "k3lab / floor"]
+    last = tokens.iloc[-1]
+    ratio = tokens["k3lab / fla graph"]
     finding = (
-        f"Chunk forward, {LONG:,} tokens: {at['k3lab / fla call']:.2f} of fla-core's time as called, {at['k3lab / fla graph']:.2f} in a "
-        f"graph; {DECODES} decodes: {floor:.2f} of the memory floor"
+        f"From {tokens['tokens'].min()} to {last['tokens']:,.0f} tokens the chunk forward takes {ratio.min():.2f} to {ratio.max():.2f} of "
+        f"fla-core's time in a graph; {last['k3lab / floor']:.1f} times the memory floor at the end"
     )
     ran = (
-        f"{HEADS} heads of {DIM}, bfloat16; {of['device']}, torch {of['torch']}, Triton {of['triton']}, fla-core {of['fla-core']}; "
-        f"floor: bytes over {r['copy_bandwidth_GB_s']:.0f} GB/s"
+        f"{HEADS} heads of {DIM}, bfloat16; measured on one {of['device']}, torch {of['torch']}, Triton {of['triton']}, "
+        f"fla-core {of['fla-core']}; floor: bytes over {r['copy_bandwidth_GB_s']:.0f} GB/s"
     )
     fig, axes = figures.new(finding, ran, size=(7.5, 3.6), ncols=2)
     lines = {
@@ -360,13 +377,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true", help="time every launch configuration as well")
     parser.add_argument("--out", type=Path, help="write everything as JSON, and a card beside it")
-    parser.add_argument("--draw", type=Path, metavar="FILE.json", help="measure nothing: draw the curves of a result into the folder out")
+    parser.add_argument("--draw", type=Path, metavar="FILE.json", help="draw the curves of a result beside it and print its summary")
     args = parser.parse_args()
     if args.draw:
         from k3lab import figures
 
         fig, frame = figure(json.loads(args.draw.read_text()))
-        print(*figures.export(fig, frame, "h200_growth", reproduce=f"python bench/h200.py --draw {args.draw}"), sep="\n")
+        made = figures.export(fig, frame, "h200_growth", reproduce=f"python bench/h200.py --draw {args.draw}")
+        print(*made, sep="\n")
+        shutil.copy(next(p for p in made if p.suffix == ".png"), args.draw.with_suffix(".png"))
+        print(figures.markdown_table(summary(json.loads(args.draw.read_text()))))
         return
     if not torch.cuda.is_available():
         parser.error("no CUDA or ROCm device is visible")

@@ -43,7 +43,9 @@ from k3lab.shapes import CHUNK
 CONFIGS: dict[str, list[dict[str, int]]] = {
     "gate": [{"BK": b, "num_warps": w} for b in (32, 64) for w in (1, 2, 4)],
     "halves": [{"num_warps": w} for w in (4, 8)],
-    "chunk": [{"BK": b, "num_warps": w, "num_stages": s} for b in (32, 64, 128) for w in (4, 8) for s in (1, 2)],
+    # not BK 32 at 4 warps and 1 stage: built by Triton 3.6.0 it ends in an illegal memory access on an H200 (data/kernel_sweep.md);
+    # the same source at 8 warps or 2 stages does not, so the cause is looked for in the build
+    "chunk": [{"BK": b, "num_warps": w, "num_stages": s} for b in (32, 64, 128) for w in (4, 8) for s in (1, 2) if (b, w, s) != (32, 4, 1)],
     "state": [{"BV": b, "num_warps": 4, "num_stages": s} for b in (16, 32, 64) for s in (1, 2, 3)],
 }
 DEFAULTS: dict[str, dict[str, int]] = {

@@ -1,0 +1,63 @@
+"""The committed measurement of bench/h200.py: what the README shows of it, its card and its figure."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from k3lab import figures
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def h200():
+    sys.path.insert(0, str(ROOT / "bench"))
+    try:
+        import h200
+    finally:
+        sys.path.pop(0)
+    return h200
+
+
+@pytest.fixture(scope="module")
+def result():
+    return json.loads((ROOT / "data" / "h200.json").read_text())
+
+
+def test_the_readme_shows_the_measurement(h200, result):
+    """The table is the summary of the record, digit by digit, and the prose beside it holds."""
+    text = (ROOT / "README.md").read_text()
+    assert figures.markdown_table(h200.summary(result)) in text
+    memory = result["peak_bytes"]["k3lab"] / result["peak_bytes"]["fla"]
+    assert f"peaks at {memory:.2f} of fla-core's memory" in text
+    (chunk, mixed, decodes, _), kernels = result["times"], {k["kernel"]: k["ms"] for k in result["kernels"] if k["of"] == "k3lab"}
+    assert f"in a graph, {mixed['k3lab / fla graph']:.2f} for 0.4: the 128 decodes are at {decodes['k3lab / floor']:.2f}" in text
+    assert decodes["k3lab graph_ms"] / mixed["k3lab graph_ms"] == pytest.approx(1 / 3, abs=0.02)
+    assert round(chunk["k3lab / floor"]) == 7
+    shares = sum(kernels.values()), kernels["fused_halves_fwd_kernel"], kernels["fused_state_fwd_kernel"]
+    assert "Of its {:.2f} ms, {:.2f} go to `halves`".format(*shares) in text
+    assert f"{shares[2]:.2f} go to the chain" in text
+    small = [r for r in result["attn_res"] if r["tokens"] < 4096]
+    ratios = [r["k3lab / fla graph"] for r in small]
+    assert f"in a graph, {min(ratios):.2f} to {max(ratios):.2f} for 0.5" in text
+    assert (small[0]["bytes"], round(small[0]["k3lab graph_ms"] * 1e3)) == (172032, 6)
+
+
+def test_every_result_of_ours_was_within_its_budget_before_it_was_timed(result):
+    ours = [r for r in result["accuracy"] if r["what"].startswith("k3lab")]
+    assert len(ours) > 60
+    assert all(r["ok"] and r["error"] <= r["budget"] for r in ours)
+    assert {d for r in ours for d in ("bfloat16", "float32") if d in r["what"]} == {"bfloat16", "float32"}
+
+
+def test_the_card_is_of_the_record(h200, result):
+    assert (ROOT / "data" / "h200.md").read_text() == h200.card("h200.json", result, "python bench/h200.py --out h200.json")
+
+
+def test_the_growth_figure_can_be_read(h200, result):
+    fig, frame = h200.figure(result)
+    assert figures.problems(fig) == []
+    assert len(frame) == len(h200.TOKENS) + len(h200.SEQUENCES)
+    assert "measured on one NVIDIA H200" in " ".join(t.get_text() for t in fig.texts).replace("\n", " ")
