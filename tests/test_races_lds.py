@@ -445,6 +445,8 @@ def test_integer_instructions_agree_with_plain_integers(a, b, c):
     assert v("v_bfe_i32", x, y, z) == bits32(field - (1 << width) if width and field >> (width - 1) else field)
     assert v("v_bfrev_b32", x) == int(f"{a:032b}"[::-1], 2)
     assert v("v_min_i32", x, y) == bits32(min(s32(a), s32(b)))
+    assert int(SALU["s_bitset1_b32"][2](x, z).flat[0]) == a | 1 << (c & 31)
+    assert int(SALU["s_bitset0_b64"][2](x, z).flat[0]) == a & ~(1 << (c & 63))
     total, carry = VALU_CARRY["v_addc_co_u32"](x, y, z & U(1))
     assert int(total.flat[0]) + (int(carry.flat[0]) << 32) == a + b + (c & 1)
     diff, borrow = VALU_CARRY["v_sub_co_u32"](x, y)

@@ -210,6 +210,33 @@ def test_the_kernels_compile_without_a_gpu(compiling_env):
     assert all(row["shared"] <= (227 * 1024 if row["target"] == "cuda" else 160 * 1024) for row in rows), rows
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("pointer_range", [False, True])
+@pytest.mark.parametrize("name", ["gate", "halves", "chunk"])
+def test_no_lds_access_of_the_compiled_gfx950_code_is_unordered(name, pointer_range):
+    """Async copies on, at a full chunk and at a tail of three rows; `state` takes descriptors, which the analysis cannot be given."""
+    from k3lab.kda import triton_fused
+    from k3lab.races.compiled import Build, compile_builds
+    from k3lab.races.kernel import Input
+    from k3lab.races.lds import analyse
+
+    config = dict(triton_fused.DEFAULTS[name])
+    launch = [config.pop("num_warps"), config.pop("num_stages", 1)]
+    types = dict.fromkeys(("q", "k", "v", "raw_g", "raw_beta", "wq", "kg", "uT", "Aqk"), "*bf16")
+    types |= dict.fromkeys(("g", "A_log", "dt_bias"), "*fp32") | {"cu_seqlens": "*i32", "N": "i32", "T": "i32"}
+    types |= {"scale": "fp32", "lower_bound": "fp32"}
+    values = {"H": 12, "K": 128, "V": 128, "BT": 64, "EPS": 1e-6, "SCALE": 1.44, "BOUNDED": True} | config
+    signature = types | {k: {"value": v} for k, v in values.items()}
+    takes = getattr(triton_fused, f"fused_{name}_fwd_kernel").arg_names
+    signature = {k: v for k, v in signature.items() if k in takes}
+    kernel = f"k3lab.kda.triton_fused:fused_{name}_fwd_kernel"
+    (made,) = compile_builds([Build(kernel, *launch, "hip:gfx950", signature, pointer_range, async_copy=True)])
+    assert not made.error, made.error
+    whole = {"buffers": {"cu_seqlens": [0, 131]}, "scalars": {"N": 1, "T": 131}}
+    inputs = [Input("full", **whole), Input("tail", **whole, workgroup=(0, 2, 0))]
+    assert [(r.input, r.verdict, r.error) for r in analyse(made.kernel(), inputs)] == [("full", "ordered", ""), ("tail", "ordered", "")]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("lower_bound", [-5.0, None])

@@ -151,6 +151,8 @@ def _salu() -> dict[str, tuple[str, int, Callable, str]]:
         table[f"s_ashr_i{bits}"] = (
             n + "1", w, lambda a, b, low=low, bits=bits: (signed(a, bits) >> (b & low).view(np.int64)).view(U), "nz",
         )  # fmt: skip
+        table[f"s_bitset0_b{bits}"] = (n + "1", w, lambda a, b, low=low: a & ~(U(1) << (b & low)), "")
+        table[f"s_bitset1_b{bits}"] = (n + "1", w, lambda a, b, low=low: a | (U(1) << (b & low)), "")
         table[f"s_bfe_u{bits}"] = (n + "1", w, _scalar_field(bits, False), "nz")
         table[f"s_bfe_i{bits}"] = (n + "1", w, _scalar_field(bits, True), "nz")
     for k in (1, 2, 3, 4):

@@ -118,7 +118,7 @@ def _scalar(waves: Waves, ins: Instruction) -> None:
     if op not in SALU:
         raise Unsupported("instruction not known to the analysis")
     widths, n, f, scc = SALU[op]
-    sources = [o[0], o[1]] if op in ("s_addk_i32", "s_mulk_i32") else list(o[1:])
+    sources = [o[0], o[1]] if op in ("s_addk_i32", "s_mulk_i32") or "bitset" in op else list(o[1:])
     values = [waves.read(q, int(w)) for q, w in zip(sources, widths, strict=False)]
     if "c" in widths:
         values.append(waves.scc)
