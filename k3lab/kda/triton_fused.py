@@ -54,6 +54,8 @@ DEFAULTS: dict[str, dict[str, int]] = {
     "chunk": {"BK": 128, "num_warps": 4, "num_stages": 1},
     "state": {"BV": 64, "num_warps": 4, "num_stages": 3},
 }
+# LDS of a gfx950 holds no third stage where Triton copies asynchronously, as 3.8 does by default
+DEFAULTS_HIP = DEFAULTS | {"state": {"BV": 64, "num_warps": 4, "num_stages": 2}}
 DEFAULTS_FP32 = DEFAULTS | {
     "chunk": {"BK": 32, "num_warps": 8, "num_stages": 1},
     "state": {"BV": 16, "num_warps": 4, "num_stages": 1},
@@ -353,8 +355,13 @@ def halves_fit(lower_bound: float | None, dtype: torch.dtype) -> bool:
 
 
 def segments(N: int, programs: int, T: int, dtype: torch.dtype) -> int:
-    """Into how many segments the state kernel cuts a sequence, where `programs` are all it has without. One outside bfloat16."""
-    return max(1, min(PROGRAMS // programs, T // (N * SHORTEST * CHUNK))) if dtype == torch.bfloat16 else 1
+    """Into how many segments the state kernel cuts a sequence, where `programs` are all it has without.
+
+    One outside bfloat16, and on ROCm, where nobody measured whether it pays.
+    """
+    if dtype != torch.bfloat16 or torch.version.hip:
+        return 1
+    return max(1, min(PROGRAMS // programs, T // (N * SHORTEST * CHUNK)))
 
 
 def chunk_kda(
@@ -383,7 +390,7 @@ def chunk_kda(
         raise Unsupported('q is float64; the Triton kernels compute in fp32: use float32, bfloat16 or float16, or impl="torch"')
     if K not in HEAD_DIMS or V not in HEAD_DIMS:
         raise Unsupported(f'head_dim K = {K}, V = {V}; the kernel takes {HEAD_DIMS}: use impl="torch"')
-    defaults = DEFAULTS_FP32 if dtype == torch.float32 else DEFAULTS
+    defaults = DEFAULTS_FP32 if dtype == torch.float32 else DEFAULTS_HIP if torch.version.hip else DEFAULTS
     config = {name: {**defaults[name], **given.get(name, {})} for name in DEFAULTS}
     config["chunk"]["BK"] = min(config["chunk"]["BK"], K, V)
 
