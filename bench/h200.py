@@ -17,8 +17,6 @@ copy bandwidth measured in the same run. --sweep times every launch configuratio
 import argparse
 import json
 import math
-import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -32,6 +30,8 @@ import torch
 from kda import DIM, HEADS, copy_bandwidth, provenance  # bench/kda.py
 
 from k3lab.capture import Capture
+from k3lab.errors import BadInput
+from k3lab.files import write_files
 from k3lab.kda import reference
 from k3lab.kda.call import KdaCall
 from k3lab.testing import LENGTH_MIXES, error_budget, low_precision_reference, random_call
@@ -373,34 +373,52 @@ def figure(r: dict) -> tuple:
     return fig, pd.concat([tokens.assign(kernel="chunk"), many.assign(kernel="recurrent")], ignore_index=True)
 
 
+def draw(path: Path) -> None:
+    """The curves of a result beside it, its summary printed. Raises BadInput for another file; then nothing is written."""
+    from k3lab import figures
+
+    try:
+        r = json.loads(path.read_text())
+        (fig, frame), table = figure(r), figures.markdown_table(summary(r))
+    except (OSError, ValueError, LookupError, TypeError) as e:
+        why = f"it lacks {e}" if isinstance(e, KeyError) else str(e)
+        raise BadInput(f"--draw {path}: is not a result of this script: {why}; give a file that --out wrote") from e
+    made = figures.export(fig, frame, "h200_growth", reproduce=f"python bench/h200.py --draw {path}")
+    picture = next(p for p in made if p.suffix == ".png").read_bytes()
+    print(*made, *write_files(path.parent, {path.with_suffix(".png").name: picture}), sep="\n")
+    print(table)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true", help="time every launch configuration as well")
-    parser.add_argument("--out", type=Path, help="write everything as JSON, and a card beside it")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write everything as JSON, and a card beside it")
     parser.add_argument("--draw", type=Path, metavar="FILE.json", help="draw the curves of a result beside it and print its summary")
     args = parser.parse_args()
     if args.draw:
-        from k3lab import figures
-
-        fig, frame = figure(json.loads(args.draw.read_text()))
-        made = figures.export(fig, frame, "h200_growth", reproduce=f"python bench/h200.py --draw {args.draw}")
-        print(*made, sep="\n")
-        shutil.copy(next(p for p in made if p.suffix == ".png"), args.draw.with_suffix(".png"))
-        print(figures.markdown_table(summary(json.loads(args.draw.read_text()))))
+        if args.sweep or args.out:
+            parser.error("--draw measures nothing: leave out --sweep and --out")
+        try:
+            draw(args.draw)
+        except BadInput as e:
+            parser.error(str(e))
         return
+    # before minutes of measuring, not after them
+    if args.out and (args.out.suffix != ".json" or not args.out.parent.is_dir()):
+        parser.error(f"--out {args.out}: expected a name that ends in .json in a folder that exists")
     if not torch.cuda.is_available():
         parser.error("no CUDA or ROCm device is visible")
+    if provenance()["fla-core"] == "not installed":
+        parser.error("fla-core, which is timed beside ours, is not installed: pip install fla-core")
     print(" · ".join(f"{k} {v}" for k, v in provenance().items()))
     with torch.no_grad():
         r = measure(args.sweep)
     print(pd.DataFrame(r["kernels"]).to_string(index=False))
     print(pd.DataFrame(r["targets"]).round(3).to_string(index=False))
     if args.out:
-        partial = args.out.with_name(args.out.name + ".partial")
-        partial.write_text(json.dumps(r, indent=1) + "\n")
-        os.replace(partial, args.out)
         command = f"python bench/h200.py{' --sweep' if args.sweep else ''} --out {args.out.name}"
-        args.out.with_suffix(".md").write_text(card(args.out.name, r, command))
+        files = {args.out.name: json.dumps(r, indent=1) + "\n", args.out.with_suffix(".md").name: card(args.out.name, r, command)}
+        write_files(args.out.parent, files)
 
 
 if __name__ == "__main__":

@@ -61,3 +61,63 @@ def test_the_growth_figure_can_be_read(h200, result):
     assert figures.problems(fig) == []
     assert len(frame) == len(h200.TOKENS) + len(h200.SEQUENCES)
     assert "measured on one NVIDIA H200" in " ".join(t.get_text() for t in fig.texts).replace("\n", " ")
+
+
+def lacking(result: dict, key: str) -> str:
+    return json.dumps({k: v for k, v in result.items() if k != key})
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (None, "No such file"),
+        ("{", "Expecting property name"),
+        ("[1]", "list indices"),
+        ("growth_tokens", "it lacks 'growth_tokens'"),
+        ("targets", "it lacks 'targets'"),
+    ],
+    ids=["no file", "no JSON", "a list", "no curves", "no summary"],
+)
+def test_drawing_another_file_is_refused_before_anything_is_written(content, why, h200, result, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "made.json"
+    if content is not None:
+        path.write_text(lacking(result, content) if content in result else content)
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("K3LAB_OUT", str(tmp_path / "out"))
+    monkeypatch.setattr(sys, "argv", ["h200.py", "--draw", str(path)])
+    with pytest.raises(SystemExit) as done:
+        h200.main()
+    assert done.value.code == 2
+    message = capsys.readouterr().err
+    assert f"--draw {path}: is not a result of this script: " in message
+    assert why in message
+    assert "give a file that --out wrote" in message
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_drawing_a_result_leaves_its_picture_beside_it(h200, result, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "made.json"
+    path.write_text(json.dumps(result))
+    monkeypatch.setenv("K3LAB_OUT", str(tmp_path / "out"))
+    monkeypatch.setattr(sys, "argv", ["h200.py", "--draw", str(path)])
+    h200.main()
+    assert path.with_suffix(".png").read_bytes() == (tmp_path / "out" / "h200_growth.png").read_bytes()
+    assert figures.markdown_table(h200.summary(result)) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--out", "h200.md"], "ends in .json"),
+        (["--out", "missing/h200.json"], "folder that exists"),
+        (["--draw", "h200.json", "--sweep"], "measures nothing"),
+    ],
+)
+def test_options_that_cannot_be_met_are_refused_before_measuring(options, why, h200, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["h200.py", *options])
+    with pytest.raises(SystemExit) as done:
+        h200.main()
+    assert done.value.code == 2
+    assert why in capsys.readouterr().err
