@@ -117,6 +117,21 @@ def test_head_dims_and_float16(dtype, head_dim, device):
     check_result(random_call((1, 65, 63), heads=2, head_dim=head_dim, dtype=dtype, seed=3).to(device), dtype)
 
 
+@pytest.mark.parametrize(("K", "V", "fit", "cut"), [(64, 128, False, 1), (128, 64, False, 3), (64, 128, True, 3), (128, 64, True, 1)])
+def test_keys_and_values_of_different_widths(K, V, fit, cut, monkeypatch, device):
+    """K and V are never confused: in tiles, in segments, in a [K, V] state that is a view of another."""
+    from k3lab.kda import triton_fused
+
+    if fit and device != "cpu":
+        pytest.skip("a device's exp2 is not exact enough for the budget of float32")
+    monkeypatch.setattr(triton_fused, "halves_fit", lambda *_: fit)
+    monkeypatch.setattr(triton_fused, "segments", lambda *_: cut)
+    keys, values = (random_call((2, 130), heads=1, head_dim=d, seed=6) for d in (K, V))
+    state = torch.randn(2, 1, V, K, generator=torch.Generator().manual_seed(1)).transpose(-1, -2)
+    call = replace(keys, v=values.v, initial_state=state, state_layout="kv", output_gate=None, norm_weight=None)
+    check_result(call.to(device), torch.float32)
+
+
 def test_starting_states_in_either_layout_or_none(device):
     """A [K, V] state, a row that does not count although it holds NaN, and no state at all."""
     vk = random_call((1, 70, 64), heads=1, head_dim=64).to(device)
@@ -138,19 +153,20 @@ def test_captures_are_within_budget(path, device):
     check_result(part.to(device), torch.float32)
 
 
-@pytest.mark.parametrize("fit", [False, True])
-def test_a_sequence_never_reads_its_neighbour(fit, monkeypatch, device):
-    """NaN tokens in one sequence leave every other sequence's bits alone, in the middle of a tile or not."""
+@pytest.mark.parametrize(("fit", "cut"), [(False, 1), (True, 1), (True, 3)])
+def test_a_sequence_never_reads_its_neighbour(fit, cut, monkeypatch, device):
+    """NaN tokens in one sequence leave every other sequence's bits alone, in the middle of a tile or not, and in segments."""
     from k3lab.kda import triton_fused
     from k3lab.kda.triton_fused import chunk_kda
 
     monkeypatch.setattr(triton_fused, "halves_fit", lambda *_: fit)
-    call = random_call((3, 65, 1, 40), heads=2, head_dim=64, seed=5).to(device)
+    monkeypatch.setattr(triton_fused, "segments", lambda *_: cut)
+    call = random_call((3, 65, 1, 70), heads=2, head_dim=64, seed=5).to(device)
     clean = chunk_kda(call)
     for name in ("q", "k", "v", "raw_g", "raw_beta"):
         getattr(call, name)[3:68] = float("nan")
     got = chunk_kda(call)
-    rows = torch.ones(109, dtype=torch.bool, device=device)
+    rows = torch.ones(139, dtype=torch.bool, device=device)
     rows[3:68] = False
     assert torch.equal(got["o"][rows], clean["o"][rows])
     assert torch.equal(got["final_state"][[0, 2, 3]], clean["final_state"][[0, 2, 3]])
