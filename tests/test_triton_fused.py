@@ -90,6 +90,24 @@ def test_halves_where_the_decay_sets_in_within_a_chunk(after, halves):
     check_result(call, torch.float32)
 
 
+@pytest.mark.parametrize("fit", [False, True])
+@pytest.mark.parametrize("beta", [1.0, 3.0])
+def test_repeated_keys_without_decay(beta, fit, monkeypatch, device):
+    """A run of one token: the terms of a row of A k cancel. float16 stands in for bfloat16, whose halves fit it at this soft a gate."""
+    from k3lab.kda import triton_fused
+
+    monkeypatch.setattr(triton_fused, "halves_fit", lambda *_: fit)
+    for seed in range(3):
+        call = random_call((130,), heads=1, head_dim=64, dtype=torch.float16, lower_bound=-0.3, seed=seed)
+        call.k[:], call.raw_g[:], call.raw_beta[:] = call.k[0].clone(), -60.0, beta
+        check_result(call.to(device), torch.float16)
+
+
+def test_cu_seqlens_may_be_int64(device):
+    call = random_call((1, 65), heads=1, head_dim=64).to(device)
+    check_result(replace(call, cu_seqlens=call.cu_seqlens.long()), torch.float32)
+
+
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize(("lengths", "cut"), [((400,), 3), ((400, 30), 3), ((129, 300), 2), ((65,), 5)])
 def test_segments_change_nothing_but_rounding(lengths, cut, decay, monkeypatch, device):
@@ -185,7 +203,7 @@ def test_other_tiles_change_nothing_but_rounding(device):
     assert all(DEFAULTS[name] in CONFIGS[name] for name in DEFAULTS)
     call = random_call((1, 63, 65), heads=1, head_dim=64, seed=11).to(device)
     check_result(call, torch.float32, configs={"gate": {"BK": 64}, "chunk": {"BK": 64}, "state": {"BV": 64}})
-    check_result(call, torch.float32, configs={"chunk": {"BK": 128}, "state": {"BV": 128}})  # no wider than a head
+    check_result(call, torch.float32, configs={"gate": {"BK": 128}, "chunk": {"BK": 128}, "state": {"BV": 128}})  # no wider than a head
 
 
 def test_the_layer_takes_it_by_name(device):
@@ -206,8 +224,19 @@ def test_what_no_kernel_can_do_is_refused(device):
     from k3lab.kda.triton_fused import chunk_kda
 
     call = random_call((1, 2), heads=1, head_dim=64).to(device)
-    with pytest.raises(BadInput, match="configs: 'solve'"):
-        chunk_kda(call, configs={"solve": {"num_warps": 4}})
+    for configs, said in (
+        ({"solve": {"num_warps": 4}}, "configs: 'solve'"),
+        ({"gate": 64}, "gate: is a int"),
+        ({"gate": {"BT": 64}}, "gate: 'BT' is not one of"),
+        ({"state": {"BV": 48}}, "BV is 48, expected a power of two from 16 on"),
+        ({"state": {"BV": 0}}, "BV is 0"),
+        ({"chunk": {"num_warps": 3}}, "num_warps is 3"),
+        ("halves", "configs: is a str"),
+    ):
+        with pytest.raises(BadInput, match=said):
+            chunk_kda(call, configs=configs)
+    with pytest.raises(BadInput, match="q: is a list"):
+        chunk_kda(replace(call, q=[1.0]))
     with pytest.raises(BadInput, match="cu_seqlens"):
         chunk_kda(replace(call, cu_seqlens=call.cu_seqlens.flip(0)))
     with pytest.raises(Unsupported, match="float64"):

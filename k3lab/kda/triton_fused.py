@@ -1,8 +1,9 @@
 """The chunk forward of KDA in three Triton kernels, for speed: what triton_chunk.py shows in seven, without its stage tensors.
 
     gate    g, the cumulative log-decay of every chunk, log2 units
-    halves  all chunks and heads side by side: q_n, k_n, A = (I + Akk)^-1 stay on the chip; out come Aqk,
-    chunk   u = A (beta v),  w = A (beta exp2(g) k),  qg = scale q_n exp2(g),  kg_j = k_j exp2(g_last - g_j)
+    halves  (a soft gate in bfloat16) or chunk (any gate and dtype), all chunks and heads side by side; q_n, k_n and A = (I + Akk)^-1,
+            with Akk of stages.py, stay on the chip:
+            Aqk,  u = A (beta v),  w = A (beta exp2(g) k),  qg = scale q_n exp2(g),  kg_j = k_j exp2(g_last - g_j)
     state   BV rows of the state S [V, K] of one sequence and head to a program, chunk after chunk, everything transposed:
             v_new = u - S w^T,   o = S qg^T + v_new Aqk^T,   S <- S Diag(exp2(g_last)) + v_new kg
 
@@ -14,13 +15,13 @@ are at most 1. The inverse goes the other way, from blocks of 2 rows to 64:
     [[X, 0], [C, Y]]^-1 = [[X^-1, 0], [-Y^-1 C X^-1, Y^-1]]
 
 The chain over chunks is what a long sequence waits for, so `state` keeps S in the registers that its next product reads it from, and
-where sequences are too few to fill a device it cuts them into segments: a first pass finds what each segment makes of any state,
+where sequences are too few to fill a device it cuts long ones into segments: a first pass finds what each segment makes of any state,
 S P + added; the second starts every segment from the states before it and writes o.
 
-Every masked load reads 0 and rows past the end of a sequence stay 0 in every tile, so the state kernel needs no mask but its last
-store's; its tiles are fetched through tensor descriptors (TMA on Hopper). Between the kernels a chunk is a full tile, however short:
-decodes of one token belong to the recurrent kernel. Products take operands of the call's dtype and accumulate in fp32; fp32
-operands are multiplied as IEEE fp32, and g is kept in float64 then, because differences of it are taken.
+Every masked load reads 0 and rows past the end of a sequence are 0 in every tile but g's, which repeat the last, so the state kernel
+masks rows only where it stores o; its tiles are fetched through tensor descriptors (TMA on Hopper). Between the kernels a chunk is a
+full tile, however short: decodes of one token belong to the recurrent kernel. Products take operands of the call's dtype and accumulate
+in fp32; fp32 operands are multiplied as IEEE fp32, and g is kept in float64 then, because differences of it are taken.
 """
 
 from collections.abc import Callable, Mapping
@@ -82,7 +83,7 @@ def fused_gate_fwd_kernel(
     raw_g, A_log, dt_bias, g, cu_seqlens, lower_bound, N, T,
     H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, SCALE: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """g [slots, H, BT, K], whose rows past the end repeat the last one; raw_g [T, H, K]."""
+    """g [slots, H, BT, K], whose rows past the end repeat the last one; raw_g [T, H, K]. SCALE turns nats into log2 units."""
     NK: tl.constexpr = K // BK
     i_h, i_k, i_s = tl.program_id(0) // NK, tl.program_id(0) % NK, tl.program_id(1)
     i_n, row0 = locate(cu_seqlens, N, i_s, BT)
@@ -100,9 +101,9 @@ def fused_gate_fwd_kernel(
 
 
 @triton.jit
-def inverse_norm(b_x, AXIS: tl.constexpr, EPS: tl.constexpr):
-    """1 / |x| of every row along AXIS, which stays; no approximate root or quotient."""
-    return tl.div_rn(1.0, tl.sqrt_rn(tl.sum(b_x * b_x, AXIS, keep_dims=True) + EPS))
+def inverse_norm(b_x, EPS: tl.constexpr):
+    """1 / |x| of every row [BT, 1]; no approximate root or quotient."""
+    return tl.div_rn(1.0, tl.sqrt_rn(tl.sum(b_x * b_x, 1, keep_dims=True) + EPS))
 
 
 @triton.jit
@@ -159,13 +160,16 @@ def fused_halves_fwd_kernel(
     b_down = b_k * tl.exp2(-b_d)
     b_kg = tl.where(first, b_down * tl.exp2(b_end - b_r0)[None, :], b_down * tl.exp2(b_end - b_r1)[None, :])
     tl.store(kg + tile * (BT * K) + p_tk, b_kg.to(dtype))
-    # the first half around the second one's reference, which no row of it is below; in two steps, as 2**(r1 - r0) itself may be 0
+    # the first half around the second one's reference, which no row of it is below by more than a half; in two steps, as
+    # 2**(r1 - r0) itself may be 0
     b_lift = tl.floor((b_r1 - b_r0) * 0.5)
     b_kl = tl.where(first, b_down * tl.exp2(b_lift)[None, :] * tl.exp2(b_r1 - b_r0 - b_lift)[None, :], b_down).to(dtype)
     b_kd, b_up = b_down.to(dtype), tl.exp2(b_d)
+    b_beta = tl.sigmoid(b_beta.to(tl.float32))[:, None]
     b_e0, b_e1 = tl.exp2(b_r0)[None, :], tl.exp2(b_r1)[None, :]
     b_ku = b_k * b_up
-    b_kw, b_ku = tl.where(first, b_ku * b_e0, b_ku * b_e1).to(dtype), b_ku.to(dtype)
+    # beta on rows of k and v, not on columns of A: where keys repeat, the terms of a row of A k cancel, and roundings of A beta would not
+    b_kw, b_ku = (tl.where(first, b_ku * b_e0, b_ku * b_e1) * b_beta).to(dtype), b_ku.to(dtype)
     b_kk = tl.where(first, tl.dot(b_ku, tl.trans(b_kd), input_precision="ieee"), tl.dot(b_ku, tl.trans(b_kl), input_precision="ieee"))
     b_q = tl.load(q + at * K + o_tk, mask=m_t, other=0.0).to(tl.float32)
     b_q *= (tl.rsqrt(tl.sum(b_q * b_q, 1) + EPS) * scale)[:, None] * b_up
@@ -175,12 +179,10 @@ def fused_halves_fwd_kernel(
     p_tt = Aqk + tile * (BT * BT) + o_t[:, None] * BT + o_t[None, :]
     tl.store(p_tt, tl.where(o_t[:, None] >= o_t[None, :], b_qk, 0.0).to(dtype))
     b_v = tl.load(v + at * V + o_t[:, None] * (H * V) + o_v[None, :], mask=m_t, other=0.0)  # [BT, V]
-    b_beta = tl.sigmoid(b_beta.to(tl.float32))
-    b_A = invert(tl.where(o_t[:, None] > o_t[None, :], b_kk, 0.0) * b_beta[:, None], dtype)
-    b_A = (b_A * b_beta[None, :]).to(dtype)  # [BT, BT]
+    b_A = invert(tl.where(o_t[:, None] > o_t[None, :], b_kk, 0.0) * b_beta, dtype).to(dtype)  # [BT, BT]
     b_w = tl.dot(b_A, b_kw, input_precision="ieee")
     tl.store(wq + tile * (2 * BT * K) + p_tk, b_w.to(dtype))
-    b_u = tl.dot(tl.trans(b_v), tl.trans(b_A), input_precision="ieee")
+    b_u = tl.dot(tl.trans((b_v * b_beta).to(dtype)), tl.trans(b_A), input_precision="ieee")
     tl.store(uT + tile * (BT * V) + o_v[:, None] * BT + o_t[None, :], b_u.to(dtype))
 
 
@@ -225,7 +227,7 @@ def fused_chunk_fwd_kernel(
     p_q, p_k, p_g = q + at * K, k + at * K, g + tile * (BT * K)
     o_row = o_t[:, None] * (H * K) + tl.arange(0, K)[None, :]
     b_k, b_q = tl.load(p_k + o_row, mask=m_t, other=0.0).to(tl.float32), tl.load(p_q + o_row, mask=m_t, other=0.0).to(tl.float32)
-    b_kr, b_qr = inverse_norm(b_k, 1, EPS), inverse_norm(b_q, 1, EPS) * scale
+    b_kr, b_qr = inverse_norm(b_k, EPS), inverse_norm(b_q, EPS) * scale
     b_beta = tl.sigmoid(tl.load(raw_beta + at + o_t * H, mask=o_t < n, other=0.0).to(tl.float32))[:, None]
 
     b_qk = tl.where(o_t[:, None] == o_t[None, :], tl.sum(b_q * b_qr * (b_k * b_kr), 1)[:, None], 0.0)
@@ -271,10 +273,11 @@ def fused_state_fwd_kernel(
 ):  # fmt: skip
     """BV rows of the state S [V, K] of one sequence and head, over the SC chunks of one of its G segments.
 
-    OUT: the state that the segment starts with, out of h0, `added` and P; then o, and at the end of the sequence ht. Else, for every
-    segment but the last of a sequence, what it makes of a state, S P + added: the rows of `added` [N, G - 1, H, V, K] from a state
-    of zero, and those of P [N, G - 1, H, 2, K, K], its high and low parts, from the identity. CUT: G > 1; START: h0 is given; MASKED:
-    has_h0 too; KV: h0 is [N, H, K, V]. wq, kg, uT and Aqk are descriptors over the rows of all tiles (slot, head, row of the tile).
+    OUT: the state that the segment starts with, out of h0, `added` and P; then o, and at the end of the sequence ht [N, H, V, K]. Else,
+    for every segment but the last of a sequence, what it makes of a state, S P + added: the rows of `added` [N, G - 1, H, V, K] from
+    a state of zero, by the programs that are `own`, and those of P [N, G - 1, H, 2, K, K], its high and low parts, from the identity.
+    CUT: G > 1; START: h0 [N, H, V, K] is given; MASKED: has_h0 too; KV: h0 is [N, H, K, V]. wq, kg, uT and Aqk are descriptors over
+    the rows of all tiles (slot, head, row of the tile).
     """
     NV: tl.constexpr = (V if OUT else V + K) // BV
     i_v, i_g, i_n, i_h = tl.program_id(0) % NV, tl.program_id(0) // NV % G, tl.program_id(0) // (NV * G), tl.program_id(1)
@@ -312,7 +315,7 @@ def fused_state_fwd_kernel(
         own = i_v < V // BV
     slot = bos // BT + i_n
     p_last = g + ((slot.to(tl.int64) * H + i_h) * BT + BT - 1) * K + o_k
-    b_decay = tl.exp2(tl.load(p_last + begin * (H * BT * K)).to(tl.float32))
+    b_decay = tl.exp2(tl.load(p_last + begin.to(tl.int64) * (H * BT * K)).to(tl.float32))
     for i_c in range(begin, end):
         tile = (slot + i_c) * H + i_h
         # a step ahead: its wait would be in the chain
@@ -355,7 +358,7 @@ def halves_fit(lower_bound: float | None, dtype: torch.dtype) -> bool:
 
 
 def segments(N: int, programs: int, T: int, dtype: torch.dtype) -> int:
-    """Into how many segments the state kernel cuts a sequence, where `programs` are all it has without.
+    """Into how many segments the state kernel cuts a sequence that has all T tokens; programs: how many it has uncut.
 
     One outside bfloat16, and on ROCm, where nobody measured whether it pays.
     """
@@ -364,27 +367,45 @@ def segments(N: int, programs: int, T: int, dtype: torch.dtype) -> int:
     return max(1, min(PROGRAMS // programs, T // (N * SHORTEST * CHUNK)))
 
 
+def checked_configs(configs: Mapping[str, Mapping[str, int]]) -> Mapping[str, Mapping[str, int]]:
+    """configs itself. Raises BadInput for a kernel, an option or a value that no launch could use."""
+    if not isinstance(configs, Mapping):
+        raise BadInput(f"configs: is a {type(configs).__name__}, expected a mapping from one of {tuple(DEFAULTS)} to launch options")
+    for name, config in configs.items():
+        if name not in DEFAULTS:
+            raise BadInput(f"configs: {name!r} is not one of the kernels {tuple(DEFAULTS)}")
+        options = (*(key for key in DEFAULTS[name] if key != "num_stages"), "num_stages")
+        if not isinstance(config, Mapping):
+            raise BadInput(f"configs: {name}: is a {type(config).__name__}, expected a mapping of {options}")
+        for key, x in config.items():
+            if key not in options:
+                raise BadInput(f"configs: {name}: {key!r} is not one of {options}")
+            least = 16 if key.startswith("B") else 1
+            if not isinstance(x, int) or x < least or (key != "num_stages" and x & (x - 1)):
+                kind = "whole number" if key == "num_stages" else "power of two"
+                raise BadInput(f"configs: {name}: {key} is {x!r}, expected a {kind} from {least} on; CONFIGS has some")
+    return configs
+
+
 def chunk_kda(
     call: KdaCall, configs: Mapping[str, Mapping[str, int]] | None = None, check: bool = True, empty: Callable[..., Tensor] = torch.empty
 ) -> dict[str, Tensor]:
     """Chunk KDA over a varlen batch, from the raw gate: o [T, H, V] in the dtype of v and final_state [N, H, V, K] fp32.
 
     configs  kernel ("gate", "halves", "chunk", "state") -> launch configuration, over DEFAULTS; CONFIGS lists what is worth trying
-    check    False: the caller has checked the call; then nothing waits for the device
+    check    False: the caller has checked the call (every sequence has a token); then nothing waits for the device
     empty    makes the buffers, torch.empty's signature; a test passes one that fills them with NaN
 
-    The equations are stages.chunk_kda's, whose stage outputs this does not keep. Raises BadInput for a malformed call or configs;
+    float32, bfloat16 or float16, K and V of 64 or 128; forward only; state_indices are not read, the states are initial_state's. The
+    equations are stages.chunk_kda's, whose stage outputs this does not keep. Raises BadInput for a malformed call or configs;
     Unsupported for a head_dim, dtype or device without a kernel.
     """
     names = ("q", "k", "v", "raw_g", "raw_beta", "A_log", "dt_bias", "cu_seqlens", "initial_state", "has_initial_state")
     tensors = {name: getattr(call, name) for name in names}
-    check_launch(fused_chunk_fwd_kernel, tensors)
     if check:
         call.check()
-    given = configs or {}
-    unknown = [name for name in given if name not in DEFAULTS]
-    if unknown:
-        raise BadInput(f"configs: {unknown[0]!r} is not one of the kernels {tuple(DEFAULTS)}")
+    check_launch(fused_chunk_fwd_kernel, tensors)
+    given = checked_configs(configs or {})
     (T, H, K), V, N, dtype, device = call.q.shape, call.v.shape[-1], call.num_sequences, call.q.dtype, call.q.device
     if dtype == torch.float64:
         raise Unsupported('q is float64; the Triton kernels compute in fp32: use float32, bfloat16 or float16, or impl="torch"')
@@ -392,13 +413,12 @@ def chunk_kda(
         raise Unsupported(f'head_dim K = {K}, V = {V}; the kernel takes {HEAD_DIMS}: use impl="torch"')
     defaults = DEFAULTS_FP32 if dtype == torch.float32 else DEFAULTS_HIP if torch.version.hip else DEFAULTS
     config = {name: {**defaults[name], **given.get(name, {})} for name in DEFAULTS}
-    config["chunk"]["BK"] = min(config["chunk"]["BK"], K, V)
+    config["gate"]["BK"], config["chunk"]["BK"] = min(config["gate"]["BK"], K), min(config["chunk"]["BK"], K, V)
 
     q, k, v, raw_g, raw_beta, A_log, dt_bias, cu, h0, has = (None if x is None else x.contiguous() for x in tensors.values())
+    cu = cu.int()  # a row of a descriptor is 32 bits wide
     o = empty(v.shape, dtype=dtype, device=device)
     final = empty((N, H, V, K), dtype=torch.float32, device=device)
-    if not (T and N):
-        return {"o": o, "final_state": final}
     slots = T // CHUNK + N
     shapes = ((2 * CHUNK, K), (CHUNK, K), (V, CHUNK), (CHUNK, CHUNK))
     tiles = [empty((slots * H * rows, d), dtype=dtype, device=device) for rows, d in shapes]  # wq, kg, uT, Aqk
