@@ -29,6 +29,11 @@ from k3lab.tiny.cards import write_text
 HERE = Path(__file__).parent
 SOURCES = ("kda/triton_ops.py", "kda/triton_chunk.py", "kda/triton_recurrent.py", "kda/triton_fused.py", "attn_res/triton_attn_res.py")
 RUNS = 100
+AFTER = """
+
+Such a case has no result: 0 runs below, at both fills. Every config runs in a process of its own, so no other row is touched. An illegal
+access is a read or write outside every buffer, upon which CUDA ends the process. To see whether your build has it too:
+python -m k3lab sweep --kernel NAME --configs '[{"BK": 32, "num_warps": 4, "num_stages": 1}]', with the options of the config above."""
 RESERVE = 25.0  # seconds of the budget kept for rows in progress at its end, and for the card
 
 
@@ -61,11 +66,11 @@ def card(rows: list[dict], data: bytes, python: str, how: str) -> str:
     return f"""# kernel_sweep.jsonl: the kernels of the package, launch configuration by launch configuration, again and again
 
 - What: repeated launches on identical inputs (k3lab.races.sweep), {len(rows)} rows, one per (kernel, config, input, fill), {RUNS} runs
-  each, so {2 * RUNS} a case: outputs were filled with NaN or with zeros first. Inputs: {inputs}.
+  each, so {2 * RUNS} a case that ran: outputs were filled with NaN or with zeros first. Inputs: {inputs}.
   KDA: 12 heads, K = V = 128; all in bfloat16. Several configs ran at a time on the one GPU.
 - Device: {where["device"]}; Triton {where["triton"]}, torch {where["torch"]}, k3lab {where["k3lab"]}, Python {python}.
   Nothing here ran on an AMD card.
-- Made by: {how}; inputs from fixed seeds. sha256 of the sources that the card was written beside:
+- Made by: {how}; inputs from fixed seeds. sha256 of the sources that ran; what they became since is in the history:
 {hashes}
 - Not in it, of what data/make_kernel_sweep.py runs: {missing(rows)}.
 - Licence: this repository's; no third-party data.
@@ -79,9 +84,9 @@ with 95% confidence. "no difference" is no proof of absence.
 
 {markdown_table(counts)}
 
-## What could not be run
+## What crashed or could not be run
 
-{markdown_table(failed) if len(failed) else "Nothing: every case that was begun ran to its end."}
+{markdown_table(failed) + AFTER if len(failed) else "Nothing: every case that was begun ran to its end."}
 
 ## Every case
 
@@ -125,7 +130,7 @@ def main() -> None:
         return publish(journal, args.python, "`python -m k3lab sweep`, one call a kernel, merged by data/make_kernel_sweep.py --merge")
     where = here()
     if where["device"] == "cpu":
-        raise SystemExit("make_kernel_sweep: no GPU is visible; these rows can only be made on one")
+        parser.error("no GPU is visible; these rows can only be made on one")
     one_machine(had, where)
     rows = run_sweep(cases(), RUNS, journal, jobs=args.jobs, timeout=60, deadline=time.time() + args.budget - RESERVE, where=where)
     print(json.dumps(judge(rows)["verdict"].value_counts().to_dict()), file=sys.stderr)

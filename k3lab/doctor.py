@@ -145,4 +145,4 @@ def _data() -> Iterator[Item]:
             yield Item(name, "missing", f"its sha256 is not the one in {card.name}: altered or cut short", f"git checkout -- {name}")
         else:
             sound += 1
-    yield Item("data", "ok", f"{sound} of {len(files)} files are the ones that their cards describe")
+    yield Item("data", "ok", f"{sound} of {len(files)} .safetensors files are the ones that their cards describe")

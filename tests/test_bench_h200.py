@@ -33,12 +33,18 @@ def test_the_readme_shows_the_measurement(h200, result):
     memory = result["peak_bytes"]["k3lab"] / result["peak_bytes"]["fla"]
     assert f"peaks at {memory:.2f} of fla-core's memory" in text
     (chunk, mixed, decodes, _), kernels = result["times"], {k["kernel"]: k["ms"] for k in result["kernels"] if k["of"] == "k3lab"}
-    assert f"in a graph, {mixed['k3lab / fla graph']:.2f} for 0.4: the 128 decodes are at {decodes['k3lab / floor']:.2f}" in text
+    assert f"in a graph, {mixed['k3lab / fla graph']:.2f} for 0.4: the 128 decodes, at {decodes['k3lab / floor']:.2f} of" in text
     assert decodes["k3lab graph_ms"] / mixed["k3lab graph_ms"] == pytest.approx(1 / 3, abs=0.02)
+    at_floor = mixed["k3lab graph_ms"] - decodes["k3lab graph_ms"] + decodes["floor_ms"]
+    assert f"at the floor the batch\n  would reach {at_floor / mixed['fla graph_ms']:.2f}" in text
+    again = next(r for r in result["growth_tokens"] if r["tokens"] == h200.LONG)
+    assert f"{chunk['k3lab wall_ms']:.3f} and {again['k3lab wall_ms']:.3f} in the one run" in text
+    twice = [(chunk, again), (decodes, next(r for r in result["growth_decodes"] if r["decodes"] == h200.DECODES))]
+    assert all(abs(a[f"{w} graph_ms"] / b[f"{w} graph_ms"] - 1) < 0.03 for a, b in twice for w in ("k3lab", "fla"))
+    assert text.count("**0.") == sum("**" in x for x in h200.summary(result)[["in a graph", "called"]].to_numpy().flatten())
     assert round(chunk["k3lab / floor"]) == 7
-    shares = sum(kernels.values()), kernels["fused_halves_fwd_kernel"], kernels["fused_state_fwd_kernel"]
-    assert "Of its {:.2f} ms, {:.2f} go to `halves`".format(*shares) in text
-    assert f"{shares[2]:.2f} go to the chain" in text
+    shares = sum(kernels.values()), *(kernels[f"fused_{k}_fwd_kernel"] for k in ("halves", "state", "gate"))
+    assert "sum to {:.2f} ms: `halves` {:.2f}, `state` {:.2f}, `gate` {:.2f}.".format(*shares) in text
     small = [r for r in result["attn_res"] if r["tokens"] < 4096]
     ratios = [r["k3lab / fla graph"] for r in small]
     assert f"in a graph, {min(ratios):.2f} to {max(ratios):.2f} for 0.5" in text

@@ -104,12 +104,13 @@ def kda_layer_step(
     """Run one KDA layer step by a route, and stitch outputs and states back into batch order.
 
     impl      "reference" (float64), "torch" (any device), "triton" (CUDA, ROCm, small shapes under the interpreter) or
-              "triton_fused": the same with the fast chunk forward, which keeps no stage tensors
+              "triton_fused": the same with the fast chunk forward, which keeps no stage tensors and takes padding "zero"
     padding   what masked rows of the chunk kernel's tiles are worth, see stages.chunk_kda; a bool tensor [N, H] over the
               sequences of this batch is allowed with impl="torch"
     states    [T, H, V, K] in the dtype of final_state, memory for the result's states where impl is "torch" and every sequence
               speculative; as large as all states times the rows of a sequence, so that a caller of many steps keeps it
-    Raises BadInput for a malformed call, an unknown name, or a route that cannot apply.
+    Raises BadInput for a malformed call, an unknown name, or a route that cannot apply; Unsupported where impl has no kernel for the
+    dtype, head_dim or device (bfloat16 under the interpreter).
     """
     if impl not in IMPLS:
         raise BadInput(f"impl: {impl!r} is not one of {IMPLS}")

@@ -41,5 +41,5 @@ def check_launch(kernel: object, tensors: Mapping[str, Tensor | None]) -> None:
         if x.dtype == torch.bfloat16:
             raise Unsupported(
                 f"{name} is bfloat16, whose arithmetic is silently wrong under the Triton interpreter; "
-                'use float32 or float16 there (nan --dtype float32), a GPU, or impl="torch"'
+                'use float32 or float16 there (call.to(dtype=torch.float32), or nan --dtype float32), a GPU, or impl="torch"'
             )

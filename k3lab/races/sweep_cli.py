@@ -26,7 +26,7 @@ def add_parser(command: Callable[..., argparse.ArgumentParser]) -> None:
     sweep.add_argument(
         "--kernel",
         default="recompute_w_u",
-        help="a chunk stage, prepare, fused_recurrent_kda, fused_gate, fused_chunk, fused_state, attn_res, or planted",
+        help="a chunk stage, prepare, fused_recurrent_kda, fused_gate, fused_halves, fused_chunk, fused_state, attn_res, or planted",
     )
     sweep.add_argument("--capture", action="append", default=[], metavar="FILE", help="input from a capture of kind kda; may be repeated")
     sweep.add_argument("--ladder", action="store_true", help="also one sequence each of 1024, 4096 and 16384 tokens (not attn_res)")
@@ -102,8 +102,7 @@ def _need_gpu() -> None:
 
     if not torch.cuda.is_available():
         raise Unsupported(
-            "sweep needs a GPU, and torch sees none; with no GPU, python -m k3lab races k3lab.kda.triton_chunk:recompute_w_u_fwd_kernel "
-            "looks for races in the compiled code"
+            "sweep needs a GPU, and torch sees none; with no GPU, python -m k3lab races MODULE:KERNEL looks for races in the compiled code"
         )
 
 
