@@ -313,7 +313,7 @@ def test_doctor_compares_data_with_its_cards(capsys, monkeypatch, tmp_path):
     items = {i["item"]: i for i in report["items"]}
     assert status == 0
     assert items["data/captures/b.safetensors"]["status"] == "optional"
-    assert items["data"]["value"].startswith("1 of 2 files")
+    assert items["data"]["value"].startswith("1 of 2 .safetensors files")
 
     (data / "a.safetensors").write_bytes(b"on")
     status, report = run_json(capsys, "doctor")
@@ -324,7 +324,7 @@ def test_doctor_compares_data_with_its_cards(capsys, monkeypatch, tmp_path):
     (data / "both.md").write_text(f"a.safetensors, b.safetensors: `{sha256(data / 'b.safetensors')}`\n")
     (data / "a.safetensors").write_bytes(b"one")
     items = {i["item"]: i for i in run_json(capsys, "doctor")[1]["items"]}
-    assert items["data"]["value"].startswith("2 of 2 files")
+    assert items["data"]["value"].startswith("2 of 2 .safetensors files")
 
 
 def test_a_command_without_torch_points_to_the_doctor_and_the_doctor_still_answers():

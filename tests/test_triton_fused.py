@@ -299,6 +299,15 @@ def test_gpu_within_budget_at_k3_head_dim(lower_bound, dtype):
 
 
 @pytest.mark.gpu
+def test_gpu_repeated_keys_within_budget():
+    """A run of one token without decay, in the dtype that takes halves."""
+    for beta in (1.0, 3.0):
+        call = random_call((130,), heads=12, dtype=torch.bfloat16, seed=6)
+        call.k[:], call.raw_g[:], call.raw_beta[:] = call.k[0].clone(), -60.0, beta
+        check_result(call.to("cuda"), torch.bfloat16)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("decay", DECAYS)
 def test_gpu_segments_within_budget(decay):
     """One sequence of 2,000 tokens: five segments at 12 heads."""

@@ -90,7 +90,7 @@ def chunk_kda_core(
     The pair factors are split around the chunk's middle row, so exponents reach lower_bound * chunk / 2: take
     chunk <= 32 in float32 (exp(80)), any in float64. `store`, if given, rounds each stage output to that dtype and
     back and takes the pair products in float64, so that float32 inputs show the error that float32 arithmetic with
-    such storage cannot avoid, at any gate (the low-precision reference of the budget rule, k3lab.testing).
+    such storage cannot avoid, at gates above -22 nats a token (the low-precision reference of the budget rule, k3lab.testing).
     Returns o [B, H, T, V] and the final state [B, H, K, V].
     """
     B, H, T = q.shape[:3]
