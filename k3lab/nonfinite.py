@@ -38,7 +38,7 @@ _PARAMETERS = ("A_log", "dt_bias", "norm_weight")
 class First:
     """The first value that is not finite.
 
-    stage     "input", one of kda.stages.STAGES, "recurrent" (or "chunk" where impl "reference" shows no stages),
+    stage     "input", one of kda.stages.STAGES, "recurrent" (or "chunk" where impl "reference" or "triton_fused" shows no stages),
               "output_norm_gate", or "recorded" for outputs that came with a capture
     tensor    its name; sequence, length: which sequence of the batch, and its tokens
     row       token within its sequence; for a state, the last token that went into it (-1: none yet)

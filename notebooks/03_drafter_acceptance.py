@@ -413,7 +413,7 @@ figures.export(fig, conditional, "03_conditional")
 fig
 
 # %%
-rate = conditional.set_index(["drafter", "stream", "position"])["value"]
+rate = conditional.set_index(["drafter", "stream", "position"])["value"].sort_index()
 spans = [(rate[d, s][:n].min(), rate[d, s][:n].max()) for d, s, n in (("mixture", "prefix", 3), ("prefix", "mixture", 3))]
 assert [[round(x, 2) for x in span] for span in spans] == [[0.46, 0.54], [0.57, 0.62]]
 as_trained = pd.concat([rate["mixture", "mixture"], rate["prefix", "prefix"]])
