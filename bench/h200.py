@@ -29,17 +29,21 @@ import pandas as pd
 import torch
 from kda import DIM, HEADS, copy_bandwidth, provenance  # bench/kda.py
 
+import k3lab
 from k3lab.capture import Capture
 from k3lab.errors import BadInput
 from k3lab.files import write_files
 from k3lab.kda import reference
 from k3lab.kda.call import KdaCall
+from k3lab.provenance import sha256
 from k3lab.testing import LENGTH_MIXES, error_budget, low_precision_reference, random_call
 
 CAPTURES = sorted((Path(__file__).parents[1] / "data" / "captures").glob("mixed_*.safetensors"))
 PREFILL, DECODES, LONG = 4096, 128, 8192
 TOKENS = [64 * 2**i for i in range(12)]
 SEQUENCES = [2**i for i in range(13)]
+PACKAGE = Path(k3lab.__file__).parent
+SOURCES = ("kda/triton_ops.py", "kda/triton_fused.py", "kda/triton_recurrent.py", "attn_res/triton_attn_res.py")
 COLD_BYTES = 200e6  # states of one graph, several times the L2 of the device
 
 
@@ -132,6 +136,10 @@ def accuracy() -> list[dict]:
         calls = [(f"{name}, {decay} decay", call_of(lengths, dtype, decay)) for (name, lengths), decay in mixes]
         calls += [("1000 and 65 tokens", call_of((1000, 65), dtype)), ("gate without a bound", call_of((65, 200), dtype, "weak", None))]
         calls += [(p.stem, Capture.load(p).kda_call().to("cuda", dtype)) for p in CAPTURES]
+        if dtype == torch.bfloat16:  # the terms of a row of A k cancel; in float32 that may take more than the budget
+            same = call_of((130,), dtype)
+            same.k[:], same.raw_g[:], same.raw_beta[:] = same.k[0].clone(), -60.0, 3.0
+            calls.append(("one key again and again, no decay", same))
         for name, call in calls:
             print(f"\rchunk {dtype}, {name}".ljust(70), end="", file=sys.stderr)
             slots = call.state_indices
@@ -298,7 +306,8 @@ def measure(with_sweep: bool) -> dict:
         print(f"[{time.perf_counter() - start:5.0f} s] {name}", file=sys.stderr, flush=True)
 
     stage("accuracy")
-    r: dict = {"provenance": provenance(), "accuracy": accuracy() + attn_res.accuracy()}
+    r: dict = {"provenance": provenance(), "sources": {name: sha256(PACKAGE / name) for name in SOURCES}}
+    r["accuracy"] = accuracy() + attn_res.accuracy()
     bandwidth = copy_bandwidth()
     r["copy_bandwidth_GB_s"] = bandwidth / 1e9
     stage("times")
@@ -314,6 +323,8 @@ def measure(with_sweep: bool) -> dict:
     both = {"k3lab": chunk(call), "fla": fla_chunk(call)}
     r["kernels"] = kernel_times(both)
     r["peak_bytes"] = {who: peak_bytes(f) for who, f in both.items()}
+    short = call_of((1,) * DECODES)  # each takes a whole tile
+    r["peak_bytes_short"] = {who: peak_bytes(f) for who, f in {"k3lab": chunk(short), "fla": fla_chunk(short)}.items()}
     stage("growth")
     r["growth_tokens"], r["growth_decodes"] = [], []
     for n in TOKENS:
@@ -338,7 +349,8 @@ def card(name: str, r: dict, command: str) -> str:
     what = (
         f"k3lab's kernels beside fla-core on one GPU: {HEADS} heads of {DIM}, bfloat16, milliseconds, median; call: do_bench of the Python "
         f"call; wall: back-to-back calls; graph: CUDA graph; floor: bytes over the copy bandwidth of the run, "
-        f"{r['copy_bandwidth_GB_s']:.0f} GB/s"
+        f"{r['copy_bandwidth_GB_s']:.0f} GB/s, and k3lab / floor is of the graph; AttnRes: hidden {attn_res.HIDDEN}, "
+        f"{attn_res.BLOCKS} blocks and the prefix"
     )
     made_on = " · ".join(f"{k} {v}" for k, v in r["provenance"].items())
     rows = {"what": what, "made by": f"`{command}`", "made on": made_on, "licence": "this project's"}
@@ -347,8 +359,14 @@ def card(name: str, r: dict, command: str) -> str:
         "Chunk forward, one sequence": "growth_tokens", "Recurrent decode": "growth_decodes", "Launch configurations": "configs",
         "Errors against float64, by the budget rule of k3lab/testing.py": "accuracy",
     }  # fmt: skip
+    if "sources" in r:
+        rows["sha256 of k3lab/"] = " · ".join(f"{k} `{v}`" for k, v in r["sources"].items())
     head = "\n".join(f"| {k} | {v} |" for k, v in rows.items())
     memory = ", ".join(f"{who} {b / 1e6:.0f} MB" for who, b in r["peak_bytes"].items())
+    if "peak_bytes_short" in r:
+        memory += f"; of {DECODES} sequences of one token: " + ", ".join(
+            f"{who} {b / 1e6:.0f} MB" for who, b in r["peak_bytes_short"].items()
+        )
     body = "\n\n".join(f"{title}:\n\n{markdown_table(pd.DataFrame(r[key]))}" for title, key in frames.items() if key in r)
     return f"# {name}\n\n| | |\n|---|---|\n{head}\n\nPeak memory of the chunk forward at {LONG} tokens: {memory}.\n\n{body}\n"
 

@@ -62,6 +62,13 @@ def test_the_card_is_of_the_record(h200, result):
     assert (ROOT / "data" / "h200.md").read_text() == h200.card("h200.json", result, "python bench/h200.py --out h200.json")
 
 
+def test_a_card_names_the_sources_that_ran(h200, result):
+    more = result | {"sources": {n: h200.sha256(h200.PACKAGE / n) for n in h200.SOURCES}, "peak_bytes_short": {"k3lab": 2e6, "fla": 3e6}}
+    text = h200.card("h200.json", more, "made")
+    assert all(digest in text for digest in more["sources"].values())
+    assert "of 128 sequences of one token: k3lab 2 MB, fla 3 MB." in text
+
+
 def test_the_growth_figure_can_be_read(h200, result):
     fig, frame = h200.figure(result)
     assert figures.problems(fig) == []
