@@ -1,7 +1,7 @@
 """What notebooks, tests and benchmarks share: input factories and the error budget against float64."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -61,6 +61,12 @@ def random_call(
         lower_bound=lower_bound, state_layout=state_layout, num_decodes=lead,
     )  # fmt: skip
     return call.check().to(device)
+
+
+def repeated_token(call: KdaCall, raw_beta: float) -> KdaCall:
+    """The call with one key in every row and no decay: the terms of a row of (I + Akk)^-1 k cancel, so that roundings show."""
+    k, raw_g = call.k[:1].expand_as(call.k).contiguous(), torch.full_like(call.raw_g, -60.0)
+    return replace(call, k=k, raw_g=raw_g, raw_beta=torch.full_like(call.raw_beta, raw_beta))
 
 
 def random_sources(

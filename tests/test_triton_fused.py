@@ -17,7 +17,7 @@ from k3lab.capture import Capture
 from k3lab.errors import BadInput, Unsupported
 from k3lab.kda import reference
 from k3lab.kda.layer import kda_layer_step
-from k3lab.testing import LENGTH_MIXES, assert_within_budget, low_precision_reference, random_call
+from k3lab.testing import LENGTH_MIXES, assert_within_budget, low_precision_reference, random_call, repeated_token
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the inf and NaN that a select then drops
 
@@ -99,8 +99,7 @@ def test_repeated_keys_without_decay(beta, fit, monkeypatch, device):
     monkeypatch.setattr(triton_fused, "halves_fit", lambda *_: fit)
     for seed in range(3):
         call = random_call((130,), heads=1, head_dim=64, dtype=torch.float16, lower_bound=-0.3, seed=seed)
-        call.k[:], call.raw_g[:], call.raw_beta[:] = call.k[0].clone(), -60.0, beta
-        check_result(call.to(device), torch.float16)
+        check_result(repeated_token(call, beta).to(device), torch.float16)
 
 
 def test_cu_seqlens_may_be_int64(device):
@@ -303,8 +302,7 @@ def test_gpu_repeated_keys_within_budget():
     """A run of one token without decay, in the dtype that takes halves."""
     for beta in (1.0, 3.0):
         call = random_call((130,), heads=12, dtype=torch.bfloat16, seed=6)
-        call.k[:], call.raw_g[:], call.raw_beta[:] = call.k[0].clone(), -60.0, beta
-        check_result(call.to("cuda"), torch.bfloat16)
+        check_result(repeated_token(call, beta).to("cuda"), torch.bfloat16)
 
 
 @pytest.mark.gpu

@@ -128,6 +128,12 @@ def invert(b_L, dtype: tl.constexpr):
     return b_A
 
 
+@triton.jit
+def scale_halves(b_x, first, b_0, b_1):
+    """Columns times b_0 [K] in the first half of the rows, times b_1 in the second."""
+    return tl.where(first, b_x * b_0[None, :], b_x * b_1[None, :])
+
+
 @triton.jit(do_not_specialize=["N", "T"])
 def fused_halves_fwd_kernel(
     q, k, v, g, raw_beta, wq, kg, uT, Aqk, cu_seqlens, scale, N, T,
@@ -158,22 +164,21 @@ def fused_halves_fwd_kernel(
     b_k = b_k.to(tl.float32)
     b_k *= tl.rsqrt(tl.sum(b_k * b_k, 1) + EPS)[:, None]
     b_down = b_k * tl.exp2(-b_d)
-    b_kg = tl.where(first, b_down * tl.exp2(b_end - b_r0)[None, :], b_down * tl.exp2(b_end - b_r1)[None, :])
-    tl.store(kg + tile * (BT * K) + p_tk, b_kg.to(dtype))
+    tl.store(kg + tile * (BT * K) + p_tk, scale_halves(b_down, first, tl.exp2(b_end - b_r0), tl.exp2(b_end - b_r1)).to(dtype))
     # the first half around the second one's reference, which no row of it is below by more than a half; in two steps, as
     # 2**(r1 - r0) itself may be 0
     b_lift = tl.floor((b_r1 - b_r0) * 0.5)
     b_kl = tl.where(first, b_down * tl.exp2(b_lift)[None, :] * tl.exp2(b_r1 - b_r0 - b_lift)[None, :], b_down).to(dtype)
     b_kd, b_up = b_down.to(dtype), tl.exp2(b_d)
     b_beta = tl.sigmoid(b_beta.to(tl.float32))[:, None]
-    b_e0, b_e1 = tl.exp2(b_r0)[None, :], tl.exp2(b_r1)[None, :]
+    b_e0, b_e1 = tl.exp2(b_r0), tl.exp2(b_r1)
     b_ku = b_k * b_up
     # beta on rows of k and v, not on columns of A: where keys repeat, the terms of a row of A k cancel, and roundings of A beta would not
-    b_kw, b_ku = (tl.where(first, b_ku * b_e0, b_ku * b_e1) * b_beta).to(dtype), b_ku.to(dtype)
+    b_kw, b_ku = (scale_halves(b_ku, first, b_e0, b_e1) * b_beta).to(dtype), b_ku.to(dtype)
     b_kk = tl.where(first, tl.dot(b_ku, tl.trans(b_kd), input_precision="ieee"), tl.dot(b_ku, tl.trans(b_kl), input_precision="ieee"))
     b_q = tl.load(q + at * K + o_tk, mask=m_t, other=0.0).to(tl.float32)
     b_q *= (tl.rsqrt(tl.sum(b_q * b_q, 1) + EPS) * scale)[:, None] * b_up
-    tl.store(wq + tile * (2 * BT * K) + BT * K + p_tk, tl.where(first, b_q * b_e0, b_q * b_e1).to(dtype))
+    tl.store(wq + tile * (2 * BT * K) + BT * K + p_tk, scale_halves(b_q, first, b_e0, b_e1).to(dtype))
     b_qu = b_q.to(dtype)
     b_qk = tl.where(first, tl.dot(b_qu, tl.trans(b_kd), input_precision="ieee"), tl.dot(b_qu, tl.trans(b_kl), input_precision="ieee"))
     p_tt = Aqk + tile * (BT * BT) + o_t[:, None] * BT + o_t[None, :]

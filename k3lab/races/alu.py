@@ -185,3 +185,4 @@ def _salu() -> dict[str, tuple[str, int, Callable, str]]:
 
 
 SALU = _salu()
+READS_RESULT = frozenset({"s_addk_i32", "s_mulk_i32", *(f"s_bitset{x}_b{bits}" for x in (0, 1) for bits in (32, 64))})  # as first source

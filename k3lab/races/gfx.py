@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from k3lab.errors import Unsupported
-from k3lab.races.alu import COMPARE, LOW5, LOW6, M32, M64, OPAQUE, SALU, VALU, VALU_CARRY, VALU_MAD64, U, signed
+from k3lab.races.alu import COMPARE, LOW5, LOW6, M32, M64, OPAQUE, READS_RESULT, SALU, VALU, VALU_CARRY, VALU_MAD64, U, signed
 from k3lab.races.asm import NAMED, Instruction, Program
 from k3lab.races.memory_ops import ds, smem, vmem
 from k3lab.races.state import LANE_ID, NOTHING, Memory, Trace, Value, Waves, any_opaque, constant, tiles_of
@@ -118,7 +118,7 @@ def _scalar(waves: Waves, ins: Instruction) -> None:
     if op not in SALU:
         raise Unsupported("instruction not known to the analysis")
     widths, n, f, scc = SALU[op]
-    sources = [o[0], o[1]] if op in ("s_addk_i32", "s_mulk_i32") or "bitset" in op else list(o[1:])
+    sources = [o[0], o[1]] if op in READS_RESULT else list(o[1:])
     values = [waves.read(q, int(w)) for q, w in zip(sources, widths, strict=False)]
     if "c" in widths:
         values.append(waves.scc)
